@@ -7,6 +7,7 @@ keep for the next epoch is an error, because trials share the copy.
 
 import copy
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,21 +20,59 @@ from torch.utils import _pytree
 from torchmetrics import Metric
 
 from hydra_tune.errors import MetricError
+from hydra_tune.shard.python_state.code_names import is_installed
 from hydra_tune_lightning.epoch_values import StepLogs, collected_states, metrics_of, put_states
 from hydra_tune_lightning.options import TrainerOptions
 from hydra_tune_lightning.trainer_stand_in import standing_in
 
 HOOK = "on_validation_epoch_end"
 _LIST = "list|"
+_SET, _LENGTH = "set|", "length|"
+_STOCK = frozenset(vars(LightningModule())) | {"_hparams", "_hparams_initial", "_hparams_name"}
+_SIZED: tuple[type, ...] = (dict, list, tuple, set, deque)
+_WALKED, _DEPTH = 256, 4  # entries of a container that are compared, and how deep
 
 
 def _lists(module: nn.Module) -> dict[str, list[Any]]:
     return {name: value for name, value in vars(module).items() if type(value) is list}
 
 
+def _contents(value: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
+    """Iterate over a value and the values in it, each with a number that changes when the value is written in place."""
+    if isinstance(value, Tensor):
+        yield value, 0 if value.is_inference() else value._version  # noqa: SLF001 - no public name
+        return
+    parts: Any = ()
+    if isinstance(value, _SIZED):
+        parts = value.values() if isinstance(value, dict) else value
+    elif not isinstance(value, nn.Module | type) and not is_installed(type(value).__module__):
+        parts = getattr(value, "__dict__", {}).values()
+    yield value, len(parts)
+    if depth < _DEPTH and len(parts) <= _WALKED:
+        for part in parts:
+            yield from _contents(part, depth + 1)
+
+
+def _attributes(module: nn.Module, lengths: Mapping[str, int]) -> dict[str, list[tuple[Any, int]]]:
+    """Return the contents of the attributes that a module's own code sets, of its lists up to some lengths."""
+    return {
+        name: [each for item in value[: lengths.get(name, 0)] for each in _contents(item)]
+        if type(value) is list
+        else [*_contents(value)]
+        for name, value in vars(module).items()
+        if name not in _STOCK
+    }
+
+
+def _is_same(before: list[tuple[Any, int]], now: list[tuple[Any, int]]) -> bool:
+    return len(before) == len(now) and all(a is b and m == n for (a, m), (b, n) in zip(before, now, strict=True))
+
+
 @contextmanager
 def appended(module: nn.Module, *, is_wanted: bool) -> Iterator[dict[str, Tensor]]:
     """Context around a step; the dict then has what the step has appended to lists of the module, which are as before.
+
+    The dict also names other attributes that the step has changed, and the lengths of lists before, for the hook's copy.
 
     Args:
         module: the module.
@@ -44,8 +83,13 @@ def appended(module: nn.Module, *, is_wanted: bool) -> Iterator[dict[str, Tensor
         yield values
         return
     before = {name: len(value) for name, value in _lists(module).items()}
+    attributes = _attributes(module, before)
     try:
         yield values
+        for name, contents in _attributes(module, before).items():
+            if not _is_same(attributes.get(name, []), contents):
+                values[f"{_SET}{name}"] = torch.ones(1)
+        values |= {f"{_LENGTH}{name}": torch.tensor([length]) for name, length in before.items()}
         for name, value in _lists(module).items():
             items = value[before.get(name, 0) :]
             leaves, spec = _pytree.tree_flatten(items)
@@ -88,6 +132,13 @@ def _dimensions(collected: Mapping[str, Tensor], key: str) -> int:
     return next(dimension for dimension in range(len(collected) + 1) if f"{dimension}{key}" not in collected)
 
 
+def _unseen(collected: Mapping[str, Tensor], lists: Mapping[str, list[Any]]) -> set[str]:
+    """Return the names of attributes whose values a copy does not have: steps have changed or filled them otherwise."""
+    found = {key.removeprefix(_SET) for key in collected if key.startswith(_SET)}
+    lengths = {name: collected.get(f"{_LENGTH}{name}") for name in lists}
+    return found | {name for name, of in lengths.items() if of is not None and bool((of != len(lists[name])).any())}
+
+
 def without_weights(part: Any) -> Any:
     """Return a copy of a module with its metrics, and without parameters, buffers and parts that have no metric."""
     return _bare(part, {})
@@ -128,6 +179,9 @@ class ValidationEnd:
         updated = {
             place for place, metric in metrics.items() if put_states(metric, collected_states(metric, place, collected))
         }
+        for name in _unseen(collected, _lists(module)):
+            vars(module).pop(name, None)
+            lists.pop(name, None)
         for name, items in lists.items():
             vars(module)[name] += items
         sizes = {name: 0 if name in lists else len(value) for name, value in _lists(module).items()}
@@ -138,8 +192,8 @@ class ValidationEnd:
                 module.on_validation_epoch_end()
         except AttributeError as error:
             raise MetricError(
-                f"{HOOK} gets the module's metrics and lists in a pool, and no weights: {error}; log a value in "
-                "validation_step, or leave the hook out"
+                f"{HOOK} gets the module's metrics and lists in a pool, and neither weights nor other attributes that "
+                f"steps change: {error}; log a value in validation_step, or append values to a list of the module"
             ) from error
         lasting = {place for place, metric in metrics.items() if metric.update_count}
         reset = {key.rsplit("|", 1)[1] for key in collected if key.startswith("metric|")} | set(logged.metrics)

@@ -576,6 +576,79 @@ def test_a_hook_that_looks_at_more_than_a_validation_fails_by_name(make, message
         train_plain(task)
 
 
+class Meter:
+    def __init__(self):
+        self.total, self.count = 0.0, 0
+
+
+def counts(self, batch):
+    self.correct, self.seen = self.correct + 1, self.seen + len(batch[1])
+
+
+def counts_in_a_meter(self, batch):
+    self.meter.total, self.meter.count = self.meter.total + 1.0, self.meter.count + 1
+
+
+ACCUMULATIONS = {
+    "correct": (counts, lambda self: self.correct / max(self.seen, 1)),
+    "meter": (counts_in_a_meter, lambda self: self.meter.total / max(self.meter.count, 1)),
+    "sums": (lambda self, batch: self.sums["loss"].append(1.0), lambda self: float(len(self.sums["loss"]))),
+    "total": (lambda self, batch: self.total.add_(1), lambda self: self.total),
+    "per_loader": (lambda self, batch: self.per_loader[0].append(1.0), lambda self: float(len(self.per_loader[0]))),
+}
+
+
+@pytest.mark.parametrize("name", ACCUMULATIONS)
+def test_a_hook_that_reads_what_it_cannot_see_fails_by_name(name):
+    accumulate, value = ACCUMULATIONS[name]
+
+    class Accumulating(ValidationEnd):
+        def __init__(self):
+            super().__init__()
+            self.correct, self.seen, self.meter, self.sums = 0, 0, Meter(), {"loss": []}
+            self.total, self.per_loader = torch.zeros(()), [[], []]
+
+        def validation_step(self, batch, batch_idx):
+            accumulate(self, batch)
+
+        def on_validation_epoch_end(self):
+            self.log("val_loss", value(self))
+
+    with pytest.raises(MetricError, match=f"'Accumulating' object has no attribute '{name}'"):
+        train_plain(task_from_lightning(Accumulating, max_epochs=1))
+
+
+def test_a_hook_that_reads_what_the_training_leaves_fails_by_name():
+    def training_step(self, batch, batch_idx):
+        self.losses.append(1.0)
+        return self(batch[0]).mean()
+
+    def on_validation_epoch_end(self):
+        self.log("val_loss", float(len(self.losses)))
+
+    own = {"training_step": training_step, "on_validation_epoch_end": on_validation_epoch_end}
+    make = type("Own", (ValidationEnd,), {**own, "validation_step": lambda *_: None})
+    with pytest.raises(MetricError, match="'Own' object has no attribute 'losses'"):
+        train_plain(task_from_lightning(make, max_epochs=1))
+
+
+def test_a_hook_may_read_what_stays():
+    class Staying(ValidationEnd):
+        def __init__(self):
+            super().__init__()
+            self.names, self.settings = ["a", "b"], {"scale": 3.0}
+
+        def validation_step(self, batch, batch_idx):
+            self.last = batch[0]
+            self.losses.append(2.0)
+
+        def on_validation_epoch_end(self):
+            self.log("val_loss", self.settings["scale"] * len(self.names) + len(self.losses))
+            self.losses.clear()
+
+    assert train_plain(task_from_lightning(Staying, max_epochs=2)).metrics["val_loss"] == 9.0
+
+
 def test_hooks_without_code_and_names_that_lightning_has_removed():
     def idle(self):
         """Do nothing."""
