@@ -50,6 +50,21 @@ def reported(name: str) -> str:
     return next(iter(reported_names({name: 0.0})))
 
 
+def is_kept(monitor: str, train_logs: Sequence[str]) -> bool:
+    """Whether a monitored name is one of `train_logs`, or the `_step` or `_epoch` of one."""
+    return monitor in train_logs or logged_name(monitor) in train_logs
+
+
+def logged_name(monitor: str) -> str:
+    """Return the name of `self.log` that has a monitored name."""
+    return monitor.removesuffix("_epoch").removesuffix("_step")
+
+
+def remedy(monitor: str) -> str:
+    """Return the advice for a monitored name of the training that is not reported."""
+    return f"give train_logs=[{logged_name(monitor)!r}]"
+
+
 def warn_not_written(name: str) -> None:
     """Log that a callback or an option writes nothing in a pool."""
     _LOGGER.warning("the pool trains without %s of the Trainer: %s", name, NOT_WRITTEN[name])
@@ -75,10 +90,11 @@ class CallbackStop:
 
 
 def _stops(callback: stock.EarlyStopping, history: Sequence[Mapping[str, float]]) -> bool:
-    stops, name = False, reported(callback.monitor)
+    stops, name, last = False, reported(callback.monitor), None
     for entry in history:
-        if name in entry:
-            stops, _ = callback._evaluate_stopping_criteria(_tensor(entry[name]))  # noqa: SLF001 - no public name
+        last = entry.get(name, last)  # Lightning keeps a value until the next
+        if last is not None:
+            stops, _ = callback._evaluate_stopping_criteria(_tensor(last))  # noqa: SLF001 - no public name
         elif callback.strict:
             raise MetricError(
                 f"EarlyStopping monitors {callback.monitor!r}, and a report has {', '.join(entry)}; log the value in "
@@ -100,10 +116,12 @@ class Callbacks:
     Attributes:
         stop: ends a training early; None: none does.
         monitor: name that the first callback monitors; None: none does.
+        watched: names whose values end the training.
     """
 
     stop: CallbackStop | None
     monitor: str | None
+    watched: tuple[str, ...]
 
     @classmethod
     def of(cls, given: Any, train_logs: Sequence[str]) -> "Callbacks":
@@ -124,14 +142,21 @@ class Callbacks:
                 warn_not_written(type(callback).__name__)
         stops = tuple(callback for callback in callbacks if isinstance(callback, stock.EarlyStopping))
         monitors = [callback.monitor for callback in callbacks if getattr(callback, "monitor", None)]
-        return cls(CallbackStop(stops) if stops else None, monitors[0] if monitors else None)
+        watched = tuple(callback.monitor for callback in stops)
+        return cls(CallbackStop(stops) if stops else None, monitors[0] if monitors else None, watched)
 
 
 def _refusals(callback: Any, train_logs: Sequence[str]) -> Iterator[str]:
     kind, name = type(callback), type(callback).__name__
     if kind is stock.EarlyStopping:
-        if callback.monitor.startswith("train") and callback.monitor not in train_logs:
-            yield f"EarlyStopping monitors {callback.monitor!r} of training_step: give train_logs=[{callback.monitor!r}]"
+        is_of_training = is_kept(callback.monitor, train_logs)
+        if callback.monitor.startswith("train") and not is_of_training:
+            yield f"EarlyStopping monitors {callback.monitor!r} of training_step: {remedy(callback.monitor)}"
+        if is_of_training and callback._check_on_train_epoch_end is False:  # noqa: SLF001 - no public name
+            yield (
+                f"EarlyStopping monitors {callback.monitor!r} of training_step with check_on_train_epoch_end=False, before the "
+                "epoch's value is there: leave check_on_train_epoch_end out"
+            )
     elif not isinstance(callback, WITHOUT_EFFECT) and not (kind is getattr(stock, name, None) and name in NOT_WRITTEN):
         otherwise = "call its work on result.module() or result.history after the training"
         yield f"the callback {name}, which the pool would not call: {_REMEDIES.get(name, otherwise)}"

@@ -26,6 +26,7 @@ ADDED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dim_zero_min: torch.minimum,
 }
 _STATE = "state"
+_TWICE = "twice"
 _KINDS = ("mean", "sum", "max", "min", "metric")
 
 
@@ -68,6 +69,8 @@ class StepLogs:
     Args:
         batch: the batch; None in a hook.
         names: names to collect, also where they are logged on steps alone; None: all that are logged with `on_epoch`.
+        watched: names that a callback or a scheduler monitors, and that are an error where they are logged and not
+            collected.
 
     Attributes:
         values: logged tensors, and the sizes of batches that weigh means, by `LoggedValue.key`.
@@ -76,14 +79,24 @@ class StepLogs:
 
     batch: Any
     names: Collection[str] | None = None
+    watched: Collection[str] = ()
     values: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, list[LoggedValue]] = field(default_factory=dict)
 
     def log(self, fx: str, name: str, value: Any, **given: Any) -> None:
-        """Take a value, with the arguments of `self.log`."""
+        """Take a value, with the arguments of `self.log`.
+
+        Raises:
+            MetricError: the step logs a name twice, or a name that is monitored and not collected.
+        """
         on_step, on_epoch = given["on_step"], given["on_epoch"]
         meta = _Metadata(fx=fx, name=name, on_step=on_step, on_epoch=on_epoch, reduce_fx=given["reduce_fx"])
         if not on_epoch if self.names is None else name not in self.names:
+            if not {name, f"{name}_step", f"{name}_epoch"}.isdisjoint(self.watched):
+                raise MetricError(
+                    f"{fx} logs {name!r}, which a callback or a scheduler monitors, and no report has: "
+                    f"give train_logs=[{name!r}]"
+                )
             return
         if isinstance(value, Metric) and on_epoch:
             entry = LoggedValue("metric", name, is_forked=meta.forked)
@@ -169,16 +182,16 @@ def _guard_compute(metric: Metric) -> None:
 
 
 def states_of(metrics: Mapping[str, Metric], logged: Mapping[str, Sequence[LoggedValue]]) -> dict[str, Any]:
-    """Return the states of logged metrics after a batch, and which names they are logged under."""
+    """Return the states of updated metrics after a batch, and which names they are logged under."""
     values: dict[str, Any] = {}
     for place, names in logged.items():
         values |= {f"{each.key}|{place}": 1 for each in names}
         for state in metrics[place]._defaults:  # noqa: SLF001 - no public name
             value = getattr(metrics[place], state)
-            # A sum of sums has other last bits.
-            if isinstance(value, Tensor) and value.is_floating_point() and metrics[place].update_count > 1:
-                raise MetricError(f"a step updates the metric {place!r} twice for a batch; update it once")
             if isinstance(value, Tensor):
+                # A sum of sums has other last bits.
+                if value.is_floating_point() and metrics[place].update_count > 1:
+                    values[f"{_TWICE}|{place}"] = 1
                 values[f"{_STATE}|{place}|{state}"] = value.detach().reshape(-1)
             elif value:
                 values[f"{_STATE}|{place}|{state}"] = dim_zero_cat(value).detach()
@@ -207,6 +220,7 @@ class EpochValues:
         """
         computed = {} if self.of_training is None else self.of_training(collected, self.metrics)
         logged = collected if self.at_end is None else collected | self.at_end(collected)
+        of_training = set(computed)
         for key, values in logged.items():
             if key.partition("|")[0] not in _KINDS:
                 continue
@@ -218,13 +232,23 @@ class EpochValues:
                 value = metric_value(self.metrics[place], name, states)
             else:
                 value = _reduced(entry.kind, values, logged.get(entry.size_key))
+            if name in of_training:
+                raise MetricError(
+                    f"training_step and validation_step log {name!r}; give one of the values another name"
+                )
             number = float(value.item())
             computed |= {name: number, f"{name}_epoch": number} if entry.is_forked else {name: number}
         return computed
 
 
 def collected_states(metric: Metric, place: str, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the states of all batches of a metric, concatenated; those that no batch has left are not there."""
+    """Return the states of all batches of a metric, concatenated; those that no batch has left are not there.
+
+    Raises:
+        MetricError: a batch has updated a metric of float sums twice.
+    """
+    if f"{_TWICE}|{place}" in collected:
+        raise MetricError(f"a step updates the metric {place!r} twice for a batch; update it once")
     keys = {state: f"{_STATE}|{place}|{state}" for state in metric._defaults}  # noqa: SLF001 - no public name
     return {state: collected[key] for state, key in keys.items() if key in collected}
 

@@ -90,14 +90,21 @@ class _ModuleStep:
         return (batch, number) if self.takes_number else (batch,)
 
 
+@dataclass(frozen=True, kw_only=True)
 class LightningStep(_ModuleStep):
-    """Calls `training_step`."""
+    """Calls `training_step`.
+
+    Args:
+        watched: names that a callback or a scheduler monitors.
+    """
+
+    watched: tuple[str, ...]
 
     def __call__(self, module: nn.Module, batch: Any) -> Tensor:
         """Return the loss of a batch; of the values that the module logs, the `logs` are kept."""
         assert isinstance(module, LightningModule)
         arguments = self.arguments(batch)
-        logged = StepLogs(arguments[0], () if self.logs is None else self.logs.names)
+        logged = StepLogs(arguments[0], () if self.logs is None else self.logs.names, self.watched)
         with standing_in(module, self.options, "training_step", logged), new_metrics(module) as metrics:
             output = module.training_step(*arguments)
             if self.logs is not None:
@@ -132,10 +139,11 @@ class LightningEvaluation(_ModuleStep):
             appended(module, is_wanted=self.has_end) as items,
         ):
             module.validation_step(*arguments)
-            places: dict[str, list[LoggedValue]] = dict(logged.metrics)
-            if self.has_end:
-                places |= {name: places.get(name, []) for name, metric in metrics.items() if metric.update_count}
-            shared = sorted(_TRAINED_METRICS.get(type(module), set()).intersection(places))
+            # Also metrics that another batch logs, or the hook reads.
+            places: dict[str, list[LoggedValue]] = {name: [] for name in metrics if metrics[name].update_count}
+            places |= logged.metrics
+            read = places if self.has_end else logged.metrics
+            shared = sorted(_TRAINED_METRICS.get(type(module), set()).intersection(read))
             if shared:
                 raise MetricError(
                     f"training_step and validation_step share the metric {shared[0]!r}, whose states Lightning mixes; make two "

@@ -20,7 +20,7 @@ from torch import nn
 
 from hydra_tune import TrainTask
 from hydra_tune.train.own_copy import mark_seen, own_copy
-from hydra_tune_lightning.callbacks import Callbacks, reported
+from hydra_tune_lightning.callbacks import Callbacks, is_kept, remedy, reported
 from hydra_tune_lightning.data import loader_from, source_of
 from hydra_tune_lightning.epoch_values import EpochValues, metrics_of
 from hydra_tune_lightning.errors import RefusedModuleError
@@ -236,10 +236,11 @@ def _task_of(
     logs = TrainLogs(train_logs, batches) if train_logs else None
     evaluation = _evaluation(module, options, sources[1], logs)
     reasons = [*module_refusals(module), *configured.refusals()]
-    config = configured.config
+    config, watched = configured.config, callbacks.watched
     if config is not None and config.reduce_on_plateau:
+        watched += (config.monitor,)
         monitor = reported(config.monitor)
-        reasons += _monitor_refusals(config.monitor, metric, has_validation="validate" in evaluation)
+        reasons += _monitor_refusals(config.monitor, metric, train_logs, has_validation="validate" in evaluation)
         metric = metric or monitor
     if reasons:
         raise RefusedModuleError(reasons)
@@ -255,7 +256,11 @@ def _task_of(
         scheduler_interval="epoch" if config is None else config.interval,
         train=train,
         step=LightningStep(
-            options=options, is_numbered=is_numbered, takes_number=takes_number(module.training_step), logs=logs
+            options=options,
+            is_numbered=is_numbered,
+            takes_number=takes_number(module.training_step),
+            logs=logs,
+            watched=watched,
         ),
         epochs=options.max_epochs,
         accumulate=options.accumulate_grad_batches,
@@ -299,8 +304,10 @@ def _evaluation(
     return {"validate": loader, "evaluate": evaluate, "finish": finish}
 
 
-def _monitor_refusals(monitor: str, metric: Any, *, has_validation: bool) -> Iterator[str]:
-    if not has_validation:
+def _monitor_refusals(monitor: str, metric: Any, train_logs: Sequence[str], *, has_validation: bool) -> Iterator[str]:
+    if monitor.startswith("train") and not is_kept(monitor, train_logs):
+        yield f"a ReduceLROnPlateau that monitors {monitor!r} of training_step: {remedy(monitor)}"
+    elif not has_validation:
         yield f"a ReduceLROnPlateau that monitors {monitor!r} without a validation: monitor a value of validation_step"
     first = metric[0] if isinstance(metric, tuple) else metric
     if first not in (None, reported(monitor)):

@@ -67,33 +67,35 @@ class TrainLogs:
                 continue
             entry = LoggedValue.of(key)
             total, size = rows[entry.name][0], rows[entry.name][1] + logged.values.get(entry.size_key, 0)
-            if entry.kind in _BEGINNINGS:
-                total = torch.where(is_first, _BEGINNINGS[entry.kind], table[self.names.index(entry.name), 0])
+            if entry.kind in _BEGINNINGS:  # also where the first batches of the epoch have not logged the name
+                total = torch.where(rows[entry.name][-1] == 0, _BEGINNINGS[entry.kind], total)
             total = _added(entry.kind, total.to(value.dtype), value.reshape(()), logged.values.get(entry.size_key, 0))
             epoch = total / size.long() if entry.kind == "mean" else total
             rows[entry.name] = _row(table, total, size, epoch, value, _code(entry))
+        for number, (place, metric) in enumerate(metrics.items()):
+            self._add_states(module, number, place, metric, is_first)
         for place, entries in logged.metrics.items():
             number = [*metrics].index(place)
-            self._add_states(module, number, place, metrics[place], is_first)
+            if any(not isinstance(default, Tensor) for default in metrics[place]._defaults.values()):  # noqa: SLF001
+                raise MetricError(
+                    f"training_step logs the metric {place!r}, whose states are lists and grow with each step; log tensors, or "
+                    "leave the name out of train_logs"
+                )
             last = metrics[place]._forward_cache  # noqa: SLF001 - as Lightning reads the value of a batch
             for entry in entries:
                 rows[entry.name] = _row(table, 0, 0, 0, 0 if last is None else last, _code(entry) + number * _PLACE)
         table.copy_(torch.stack([*rows.values(), table[-1] + 1]))
 
     def _add_states(self, module: nn.Module, number: int, place: str, metric: Metric, is_first: Tensor) -> None:
-        defaults = dict(_defaults(metric))
-        if len(defaults) < len(metric._defaults):  # noqa: SLF001 - no public name
-            raise MetricError(
-                f"training_step logs the metric {place!r}, whose states are lists and grow with each step; log tensors, or "
-                "leave the name out of train_logs"
-            )
-        for state, default in defaults.items():
+        # Each batch, because a metric counts batches that do not log the metric as well.
+        for state, default in _defaults(metric):
             of_batch = getattr(metric, state)
             if of_batch.is_floating_point() and metric.update_count > 1:
                 raise MetricError(f"a step updates the metric {place!r} twice for a batch; update it once")
             buffer = module.get_buffer(f"{_STATE}{number}_{state}")
             before = torch.where(is_first, default.to(buffer.device), buffer)
-            buffer.copy_(ADDED[metric._reductions[state]](before, of_batch))  # noqa: SLF001 - no public name
+            add = ADDED[metric._reductions[state]]  # noqa: SLF001 - no public name
+            buffer.copy_(add(before, of_batch) if metric.update_count else before)
 
     def read(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the table and the states, as values of an evaluation."""
