@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hydra_tune.errors import LoopEnded, TaskError
 from hydra_tune.loop_task import LoopTask
+from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.train.own_loop.handle import Loop, LoopReport
 from hydra_tune.train.own_loop.registered import Registered
 
@@ -44,7 +45,9 @@ class PlainLoop:
         task.warn_of_changes()
         loop = Loop(task, self)
         try:
-            self._deliver(loop.finish(task.fn(loop)))
+            with GATE.shared():
+                reports = loop.finish(task.fn(loop))
+            self._deliver(reports)
         except LoopEnded:
             if not self._is_pruned:
                 raise
@@ -65,7 +68,9 @@ class PlainLoop:
         """As of `LoopHost`."""
         del may_resume
         self.num_steps += 1
-        self._deliver(reports)
+        # A capture, which changes the rounding of all threads, waits for the end of the unit, as in a pool.
+        with GATE.left():
+            self._deliver(reports)
 
     def _deliver(self, reports: list[LoopReport]) -> None:
         for report in reports:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune.errors import MetricError, TaskError
+from hydra_tune.loop_task import LoopTask
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.task import TrainTask
 from hydra_tune.train.loop.reference_loop import train_plain
@@ -224,7 +225,21 @@ def test_what_cannot_work_is_named(bad, error, message):
         train_plain(task(**({"train": lambda: PAIR, "batch_size": None} | bad)))
 
 
-def test_the_loop_waits_while_a_pool_captures(monkeypatch):
+def own_loop():
+    def fn(loop):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        loop.register(model, optimizer)
+        for _ in range(3):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            loop.step()
+
+    return LoopTask(fn)
+
+
+@pytest.mark.parametrize("task", [task, own_loop])
+def test_the_loop_waits_while_a_pool_captures(task, monkeypatch):
     """`torch.export` makes optimizers of all threads compute their bias corrections in float32."""
     waits = threading.Event()
 
