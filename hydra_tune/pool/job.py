@@ -344,6 +344,7 @@ class EventStream:
             The event, or None if no event came in time.
         """
         try:
-            return self._queue.get(timeout=timeout)
+            with GATE.left():  # as in `Job.result`
+                return self._queue.get(timeout=timeout)
         except queue.Empty:
             return None
