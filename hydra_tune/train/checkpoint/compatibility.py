@@ -57,10 +57,10 @@ def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler
         **kinds_of(module),
         # Lazy parameters, which have no kind yet, train as well.
         "trained": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
-        "optimizer": _class(optimizer),
+        "optimizer": class_name(optimizer),
         "members": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
         "groups": [copied(hyperparameters(group)) for group in optimizer.param_groups],
-        "scheduler": None if scheduler is None else _class(scheduler),
+        "scheduler": None if scheduler is None else class_name(scheduler),
         # Where nothing is saved a schedule needs no state; the first save refuses one without.
         "schedule": copied(schedule_of(scheduler)) if _has_state(scheduler) else None,
     }
@@ -185,7 +185,8 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _class(value: object) -> str:
+def class_name(value: object) -> str:
+    """Return the name of a value's class, with its module."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

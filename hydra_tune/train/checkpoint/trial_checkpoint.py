@@ -12,7 +12,7 @@ base, and another base is refused.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +37,7 @@ from hydra_tune.train.checkpoint.attribute_diff import AttributeTracker
 from hydra_tune.train.checkpoint.compatibility import (
     Change,
     changes,
+    class_name,
     describe,
     hyperparameters,
     in_words,
@@ -91,12 +92,14 @@ class TrialObjects:
 
     Args:
         task, module, optimizer, scheduler: the trial's objects, just after the factories built them.
+        parts: the optimizers of which `optimizer` consists; empty for a single one.
     """
 
     task: TrainTask
     module: nn.Module
     optimizer: Optimizer
     scheduler: Any
+    parts: Sequence[Optimizer] = ()
     _description: dict[str, Any] = field(init=False)
     _module_classes: dict[str, type] = field(init=False)
     _module_attributes: AttributeTracker = field(init=False)
@@ -106,13 +109,13 @@ class TrialObjects:
     def __post_init__(self) -> None:
         tied = [tensor for _, tensor in named_state(self.module)]
         self._description = describe(self.task, self.module, self.optimizer, self.scheduler)
+        if self.parts:
+            self._description["optimizer"] = [class_name(part) for part in self.parts]
         self._module_classes = _classes(self.module)
         self._module_attributes = AttributeTracker("model", self.module.named_modules, _MODULE_INTERNALS, tied)
         # A lambda over `self` would be a reference cycle and keep the weights alive until the garbage collector runs.
-        optimizer = self.optimizer
-        self._optimizer_attributes = AttributeTracker(
-            "optimizer", lambda: [("", optimizer)], _OPTIMIZER_INTERNALS, tied
-        )
+        optimizers = [(str(place), part) for place, part in enumerate(self.parts)] or [("", self.optimizer)]
+        self._optimizer_attributes = AttributeTracker("optimizer", lambda: optimizers, _OPTIMIZER_INTERNALS, tied)
         self._warn_of_averages()
 
     def _warn_of_averages(self) -> None:
@@ -155,6 +158,7 @@ class TrialObjects:
                 "name there, and a resumed trial would train other parameters; keep the parameters that model= has built, "
                 "and change their values in place"
             )
+        self._refuse_common(names)
         self._refuse_exchanged()
         # An empty entry is an artefact of the optimizer's defaultdict and not state.
         states = [(key, value) for key, value in self.optimizer.state.items() if value != {}]
@@ -206,6 +210,19 @@ class TrialObjects:
                     name,
                 )
                 return
+
+    def _refuse_common(self, names: Mapping[int, str]) -> None:
+        """Refuse a parameter in two of the optimizers: a checkpoint has the state of one optimizer for each."""
+        taken: set[str] = set()
+        for part in self.parts:
+            own = {names[id(parameter)]: None for group in part.param_groups for parameter in group["params"]}
+            for name in own:
+                if name in taken:
+                    raise CheckpointError(
+                        f"this trial cannot be checkpointed: two of its optimizers have parameter {name!r}, and a checkpoint "
+                        "cannot tell their states apart; give each parameter to one optimizer, or leave out checkpoint_dir"
+                    )
+            taken |= own.keys()
 
     def _refuse_exchanged(self) -> None:
         """Refuse a module that training has exchanged; modules that training has added are left to the code that adds them."""

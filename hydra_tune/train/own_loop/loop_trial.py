@@ -34,7 +34,7 @@ from hydra_tune.train.loop.burst import BurstMark
 from hydra_tune.train.own_code_trial import OwnCodeTrial
 from hydra_tune.train.own_loop.handle import Loop, LoopReport
 from hydra_tune.train.own_loop.loop_thread import LoopThread
-from hydra_tune.train.own_loop.registered import Registered
+from hydra_tune.train.own_loop.registered import JointOptimizer, Registered
 from hydra_tune.train.own_loop.unit_memory import LoopUnitMemory
 from hydra_tune.train.state.model_state import optimizer_tensors
 from hydra_tune.train.trial import PendingReport, Said
@@ -71,7 +71,7 @@ class LoopTrial(OwnCodeTrial):
         self._thread = LoopThread(f"hydra-loop {self._name}", self._call, self._inside)
         # By the clock of `time.perf_counter`: the beginning of the present step, and of the code since the last hand-over.
         self._began = self._resumed = 0.0
-        # A report since the last save, where the loop could not resume.
+        # A report since the last save, or a save that was due where the loop could not resume.
         self._owes_save = False
 
     # The loop's side: on the loop's thread.
@@ -103,8 +103,11 @@ class LoopTrial(OwnCodeTrial):
         self._claimed = TrialClaim(module)
         self._claimed.take(optimizer)
         if self._keeper is not None or self._beginning is not None:
-            self._built = TrialObjects(task=self.task, module=module, optimizer=optimizer, scheduler=registered.rest)
-        self._begin()
+            parts = optimizer.optimizers if isinstance(optimizer, JointOptimizer) else ()
+            self._built = TrialObjects(
+                task=self.task, module=module, optimizer=optimizer, scheduler=registered.rest, parts=parts
+            )
+        is_over = self._begin().is_over and (steps is None or steps <= self.progress.steps)
         self.progress.batches_per_epoch = steps
         if self.history:
             self._loop.continues(int(self.history[-1]["step"]))
@@ -125,11 +128,17 @@ class LoopTrial(OwnCodeTrial):
             )
         self._make_bursts(module, optimizer, plan, self._memory)
         self._thread.mark(BurstMark.BEGINS)
+        if is_over:
+            # The function would train on, or repeat its last report.
+            self._thread.mark(_UnitEnd(reports=[], may_resume=True, is_last=True))
 
     def end_unit(self, reports: list[LoopReport], *, may_resume: bool) -> None:
         """As of `LoopHost`."""
         self.progress.steps += 1
         self._took(self._train_times, self._began)
+        every = None if self._keeper is None else self._keeper.every_steps
+        if not may_resume and every is not None and self.progress.steps % every == 0:
+            self._owes_save = True
         if reports or self._memory.has_followed or GATE.is_wanted or self._is_turn_over():
             self._thread.mark(_UnitEnd(reports=reports, may_resume=may_resume))
         elif may_resume:
@@ -197,7 +206,7 @@ class LoopTrial(OwnCodeTrial):
     def _save(self, *, is_last: bool = False) -> None:
         """Save the trial if due; on either side, while the other waits."""
         if self._keeper is not None:
-            self._place, is_due, self._owes_save = DataPosition(), self._owes_save, False
+            self._place, is_due, self._owes_save = DataPosition(is_over=is_last), self._owes_save, False
             self._keeper.reached(self, steps=self.progress.steps, at_report=is_due, is_last=is_last)
 
     def _deliver(self, mark: _UnitEnd) -> Generator[Said, None, None]:
@@ -211,6 +220,6 @@ class LoopTrial(OwnCodeTrial):
             self._save(is_last=mark.is_last)
         for report in mark.reports:
             # The trial may be saved while its report waits for an answer.
-            self._place = DataPosition() if mark.may_resume else None
+            self._place = DataPosition(is_over=mark.is_last) if mark.may_resume else None
             yield PendingReport(step=report.step, metrics=dict(report.metrics))
         self._place = None

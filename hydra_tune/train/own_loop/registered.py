@@ -12,46 +12,61 @@ from hydra_tune.errors import TaskError
 
 
 class _JointState(MutableMapping[Any, Any]):
-    """State of several optimizers; each entry is in the state of the optimizer that has the parameter."""
+    """State of several optimizers; a parameter's entry is in the state of the optimizer that has the parameter.
+
+    Entries of an optimizer as a whole have as their key the optimizer's place and the key there.
+    """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
 
-    def _of(self, key: Any) -> MutableMapping[Any, Any]:
+    def _of(self, key: Any) -> tuple[MutableMapping[Any, Any], Any]:
+        """Return the state with an entry, and the entry's key there."""
+        if not isinstance(key, Tensor):
+            place, inner_key = key
+            return self._optimizers[place].state, inner_key
         for optimizer in self._optimizers:
             if any(parameter is key for group in optimizer.param_groups for parameter in group["params"]):
-                return optimizer.state
-        return self._optimizers[0].state
+                return optimizer.state, key
+        return self._optimizers[0].state, key
 
     def __getitem__(self, key: Any) -> Any:
-        return self._of(key)[key]
+        state, inner_key = self._of(key)
+        return state[inner_key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._of(key)[key] = value
+        state, inner_key = self._of(key)
+        state[inner_key] = value
 
     def __delitem__(self, key: Any) -> None:
-        del self._of(key)[key]
+        state, inner_key = self._of(key)
+        del state[inner_key]
 
     def __contains__(self, key: object) -> bool:
-        return any(key in optimizer.state for optimizer in self._optimizers)
+        state, inner_key = self._of(key)
+        return inner_key in state
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return an entry without making one, as `state[key]` of an optimizer does."""
-        return self._of(key).get(key, default)
+        state, inner_key = self._of(key)
+        return state.get(inner_key, default)
 
     # Whole mappings, because looking each key up takes long where there are many parameters.
 
     def items(self) -> Any:
         """Return all entries."""
-        return [entry for optimizer in self._optimizers for entry in optimizer.state.items()]
+        return [
+            (key if isinstance(key, Tensor) else (place, key), value)
+            for place, optimizer in enumerate(self._optimizers)
+            for key, value in optimizer.state.items()
+        ]
 
     def values(self) -> Any:
         """Return the values of all entries."""
         return [value for optimizer in self._optimizers for value in optimizer.state.values()]
 
     def __iter__(self) -> Iterator[Any]:
-        for optimizer in self._optimizers:
-            yield from optimizer.state
+        return (key for key, _ in self.items())
 
     def __len__(self) -> int:
         return sum(len(optimizer.state) for optimizer in self._optimizers)

@@ -1,0 +1,149 @@
+"""What a checkpoint has of a loop, and where the loop goes on."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hydra_tune import HydraExecutor, LoopTask, Reported, TrainTask, train_plain
+from hydra_tune.errors import CheckpointError
+from tests.parity.exact import differences, without_seconds
+
+pytestmark = pytest.mark.timeout(120)
+STEPS = 8
+
+
+class Counting(torch.optim.SGD):
+    """Lowers its rate by counts of its own: one in an attribute, and one in the state of the whole optimizer."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        self.state["odd"] = self.state.get("odd", 0) + self.calls % 2
+        for group in self.param_groups:
+            group["lr"] = 0.1 / (self.calls + self.state["odd"])
+        return super().step(closure)
+
+
+def counted(loop, ends=None, steps=STEPS):
+    """Train with two optimizers, the first of which steps half as often."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizers = [Counting(model[place].parameters(), lr=0.1, momentum=0.9) for place in (0, 2)]
+    loop.register(model, *optimizers, steps=steps)
+    for number in range(loop.start_step, steps):
+        loss = model(torch.randn(16, 4)).square().mean()
+        model.zero_grad()
+        loss.backward()
+        optimizers[1].step()
+        if number % 2:
+            optimizers[0].step()
+        loop.report(loss.item(), step=number)
+        if ends is not None:
+            ends(number)
+        loop.step()
+
+
+def test_a_resumed_loop_has_the_counts_of_each_of_its_optimizers(tmp_path, caplog):
+    def ends(number):
+        if number == 5:
+            raise KeyError("a fault")
+
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path) as pool:
+        (failed,) = pool.run([LoopTask(lambda loop: counted(loop, ends))], on_error="return")
+        assert isinstance(failed.error, KeyError)
+        resumed = pool.submit(LoopTask(counted), resume_from=failed.checkpoint).result()
+    plain = train_plain(LoopTask(counted))
+    assert resumed.status == "completed", resumed.error
+    assert without_seconds(resumed.history) == without_seconds(plain.history)
+    assert list(differences(plain.state_dict(), resumed.state_dict())) == []
+    assert "in no checkpoint" not in caplog.text
+
+
+def test_a_parameter_of_two_optimizers_trains_and_is_in_no_checkpoint(tmp_path):
+    def fn(loop):
+        model = nn.Linear(4, 1)
+        optimizers = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.optim.AdamW(model.parameters())
+        loop.register(model, *optimizers, steps=STEPS)
+        for number in range(STEPS):
+            model.zero_grad()
+            model(torch.randn(16, 4)).square().mean().backward()
+            optimizers[number % 2].step()
+            loop.step()
+
+    task = LoopTask(fn)
+    with HydraExecutor(devices="cpu:1") as pool:
+        result = pool.run(task)
+    assert list(differences(train_plain(task).state_dict(), result.state_dict())) == []
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path) as pool:
+        (refused,) = pool.run([task], on_error="return")
+    assert isinstance(refused.error, CheckpointError)
+    assert "two of its optimizers have parameter 'weight'" in str(refused.error)
+
+
+def test_a_loop_that_follows_the_events_of_another_pool_lets_that_pool_cut_its_models():
+    def fn(loop):
+        loop.register(nn.Linear(2, 2))
+        with HydraExecutor(devices="cpu:1", num_shards=2) as inner:
+            events = inner.events()
+            job = inner.submit(cut, events=events)
+            while isinstance(events.get(), Reported):
+                job.proceed()
+        loop.report(float(job.result().num_shards))
+
+    rows = torch.randn(16, 4)
+    cut = TrainTask(
+        model=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)),
+        optimizer=torch.optim.SGD,
+        loss=nn.functional.mse_loss,
+        train=torch.utils.data.TensorDataset(rows, rows),
+        batch_size=8,
+    )
+    with HydraExecutor(devices="cpu:1") as pool:
+        assert pool.run(LoopTask(fn)).metrics == {"value": 2.0}
+
+
+def test_a_loop_that_was_complete_ends_where_it_resumes(tmp_path):
+    """Its function would go on with the last weights, or repeat the last report."""
+
+    def fn(loop):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loop.register(model, optimizer)
+        for _ in range(5):
+            model(torch.randn(16, 4)).square().mean().backward()
+            optimizer.step()
+            loop.step(may_resume=False)
+        loop.report(model.weight.sum())
+
+    task = LoopTask(fn)
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path) as pool:
+        result = pool.run(task)
+        resumed = pool.submit(task, resume_from=result.checkpoint).result()
+    assert resumed.status == "completed", resumed.error
+    assert without_seconds(resumed.history) == without_seconds(result.history)
+    assert list(differences(result.state_dict(), resumed.state_dict())) == []
+
+
+def test_a_complete_loop_that_registers_more_steps_goes_on(tmp_path):
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path) as pool:
+        result = pool.run(LoopTask(partial(counted, steps=4)))
+        resumed = pool.submit(LoopTask(counted), resume_from=result.checkpoint).result()
+    assert list(differences(train_plain(LoopTask(counted)).state_dict(), resumed.state_dict())) == []
+
+
+def test_a_save_due_where_the_loop_cannot_resume_follows_at_the_next_step_where_it_can(tmp_path):
+    def fn(loop):
+        loop.register(nn.Linear(4, 1))
+        begun.append(loop.start_step)
+        for number in range(loop.start_step, 6):
+            if not loop.start_step and number == 4:
+                raise KeyError("a fault")
+            loop.step(may_resume=number % 3 == 2)
+
+    begun = []
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path, checkpoint_every=2) as pool:
+        (failed,) = pool.run([LoopTask(fn)], on_error="return")
+        assert pool.submit(LoopTask(fn), resume_from=failed.checkpoint).result().status == "completed"
+    assert begun == [0, 3]
