@@ -344,6 +344,14 @@ class TensorBlock(Block):
             or any(_num_users(storage) > _sole_user() for storage in storages)
         )
 
+    def is_buffer_shared(self) -> bool:
+        """Whether others than the tensors of the group lie in the buffer: then no tensor may be copied there."""
+        if self.data is None:
+            return False
+        identity = storage_identity(self.data)
+        num_own = sum(tensor.numel() > 0 and storage_identity(tensor) == identity for tensor in self.tensors)
+        return _num_users(self.data.untyped_storage()) > _sole_user() + num_own
+
     def gather(self, device: Device) -> None:
         """Copy the tensors of a loose group to its host copy; the tensors stay in place until `moved`."""
         device.spill([(tensor.detach(), view) for tensor, view in zip(self.tensors, self._host_views, strict=True)])

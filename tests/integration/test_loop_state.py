@@ -1,4 +1,4 @@
-"""What a checkpoint has of a loop, and where the loop goes on."""
+"""The state of a loop: in checkpoints, where the loop goes on, and where other objects hold its memory."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hydra_tune import HydraExecutor, LoopTask, Reported, TrainTask, train_plain
-from hydra_tune.errors import CheckpointError
+from hydra_tune.errors import CheckpointError, TaskError
 from tests.parity.exact import differences, without_seconds
 
 pytestmark = pytest.mark.timeout(120)
@@ -147,3 +147,116 @@ def test_a_save_due_where_the_loop_cannot_resume_follows_at_the_next_step_where_
         (failed,) = pool.run([LoopTask(fn)], on_error="return")
         assert pool.submit(LoopTask(fn), resume_from=failed.checkpoint).result().status == "completed"
     assert begun == [0, 3]
+
+
+def test_gradients_made_before_register_are_not_counted_again_on_resume(tmp_path):
+    def fn(loop):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(16, 4)).square().mean().backward()
+        loop.register(model, optimizer, steps=4)
+        for number in range(loop.start_step, 4):
+            model(torch.randn(16, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loop.report(model.weight.sum(), step=number)
+            if fails and number == 2:
+                raise KeyError("a fault")
+            loop.step()
+
+    fails = [True]
+    task = LoopTask(fn)
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path) as pool:
+        (failed,) = pool.run([task], on_error="return")
+        fails.clear()
+        resumed = pool.submit(task, resume_from=failed.checkpoint).result()
+    assert list(differences(train_plain(task).state_dict(), resumed.state_dict())) == []
+
+
+class Exchanging(torch.optim.SGD):
+    """Exchanges the memory of each parameter with that of its average at every step."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            average = state.setdefault("average", parameter.detach() * 0.5)
+            average.lerp_(parameter.detach(), 0.1)
+            parameter.data, average.data = average.data, parameter.data
+
+
+def exchanged_copies(loop):
+    """Averages beside the model, which change places with the weights for a unit."""
+    model = nn.Linear(8, 400)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    averages = [parameter.detach().clone() for parameter in model.parameters()]
+    loop.register(model, optimizer)
+    for number in range(STEPS):
+        model.zero_grad()
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+        for place, parameter in enumerate(model.parameters()):
+            averages[place].lerp_(parameter.detach(), 0.1)
+        for turn in range(2):
+            for place, parameter in enumerate(model.parameters()):
+                parameter.data, averages[place] = averages[place], parameter.data
+            loop.report(model(torch.ones(1, 8)).sum(), step=2 * number + turn)
+            loop.step()
+
+
+def exchanged_state(loop):
+    model = nn.Linear(8, 400)
+    optimizer = Exchanging(model.parameters(), lr=0.1, momentum=0.9)
+    loop.register(model, optimizer)
+    for number in range(STEPS):
+        model.zero_grad()
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+        loop.report(model(torch.ones(1, 8)).sum(), step=number)
+        loop.step()
+
+
+@pytest.mark.parametrize("fn", [exchanged_copies, exchanged_state])
+def test_weights_exchanged_with_other_tensors_stay_apart_from_these(fn, monkeypatch):
+    """On devices with memory of their own, which would copy the new weights over the memory that the loop still holds."""
+    monkeypatch.setattr("hydra_tune.train.loop.burst.BURST_SECONDS", 0.0)
+    task = LoopTask(fn)
+    with HydraExecutor(devices="cpu:1", link_bandwidth="10GB/s", max_concurrent=2) as pool:
+        results = pool.run([task, task])
+    plain = train_plain(task)
+    for result in results:
+        assert without_seconds(result.history) == without_seconds(plain.history)
+        assert list(differences(plain.state_dict(), result.state_dict())) == []
+
+
+def in_inference_mode(loop):
+    loop.register(model := nn.Linear(4, 1))
+    with torch.inference_mode():
+        model(torch.randn(2, 4))
+        loop.step()
+    model(torch.randn(2, 4))
+
+
+class Listed:
+    """A part of a loop whose state is no dict."""
+
+    def state_dict(self):
+        return [1]
+
+    def load_state_dict(self, state):
+        del state
+
+
+def with_a_list(loop):
+    loop.register(nn.Linear(4, 1), Listed())
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [(in_inference_mode, r"within torch.inference_mode\(\)"), (with_a_list, r"state_dict\(\) of Listed returns list")],
+)
+def test_what_a_loop_cannot_have_is_refused_by_name(fn, words):
+    with HydraExecutor(devices="cpu:1") as pool:
+        (result,) = pool.run([LoopTask(fn)], on_error="return")
+    with pytest.raises(TaskError, match=words):
+        raise result.error

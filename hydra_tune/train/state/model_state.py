@@ -465,7 +465,8 @@ class ModelState(TensorGroups):
         )
         if group is not None and is_same:
             strays = group.strays()
-            if not strays or (not self._is_loose and not group.collect()):
+            # The code may have exchanged the memory of a tensor for that of a copy of its own, and then holds the buffer.
+            if not strays or not (self._is_loose or group.is_buffer_shared() or group.collect()):
                 return group
         if self._is_loose:
             if group is not None and not group.is_loose:
