@@ -278,6 +278,10 @@ class TrialObjects:
         details = state.get("attribute_details", {})
         self._module_attributes.restore(state["attributes"], details.get("model"))
         leaves = self._leaves()
+        if "left_gradients" in state:
+            # Gradients made while the objects were built belong to steps that the saved trial has taken.
+            for leaf in leaves.values():
+                leaf.grad = None
         for name, gradient in state.get("left_gradients", {}).items():
             if name in leaves:
                 leaves[name].grad = torch.zeros_like(leaves[name]) if gradient is None else gradient.clone()
