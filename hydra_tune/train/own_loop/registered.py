@@ -1,7 +1,7 @@
 """`Registered`: all that a loop registers, as the one module, the one optimizer and the one rest of a trial."""
 
 from collections import ChainMap
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -153,6 +153,11 @@ class Registered:
                 raise TaskError(
                     "loop.register() takes modules, optimizers, and objects with state_dict() and load_state_dict(), not "
                     f"{type(each).__name__}; keep tensors in buffers of a module"
+                )
+            if not isinstance(state := each.state_dict(), Mapping):
+                raise TaskError(
+                    f"state_dict() of {type(each).__name__} returns {type(state).__name__}, and a loop's checkpoint has dicts; "
+                    "return a dict of the values by name"
                 )
         module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         own = {id(parameter) for parameter in module.parameters()}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
@@ -133,6 +134,7 @@ class LoopUnitMemory:
             )
             hooks = saved.hooks()
             hooks.__enter__()
+        is_inference = torch.is_inference_mode_enabled()
         try:
             yield
         finally:
@@ -144,6 +146,12 @@ class LoopUnitMemory:
                 raise TaskError(
                     "loop.step() was called within a TorchDispatchMode that the loop entered before; leave the mode before "
                     "each loop.step()"
+                )
+            if torch.is_inference_mode_enabled() != is_inference:
+                # The end of inference mode would bring the dispatch mode of this unit back.
+                raise TaskError(
+                    "loop.step() was called within torch.inference_mode() in one of the first two units, which are measured; "
+                    "leave the inference mode before loop.step(), or use torch.no_grad()"
                 )
             # What became state of the optimizer meanwhile gets a block of its own.
             made_bytes = sum(map(tracker.bytes_of, self._state()))
