@@ -345,11 +345,11 @@ class TensorBlock(Block):
         )
 
     def is_buffer_shared(self) -> bool:
-        """Whether others than the tensors of the group lie in the buffer: then no tensor may be copied there."""
+        """Whether others than the tensors of the group hold the device's buffer, such as views of the tensors."""
         if self.data is None:
             return False
-        identity = storage_identity(self.data)
-        num_own = sum(tensor.numel() > 0 and storage_identity(tensor) == identity for tensor in self.tensors)
+        outside = {id(tensor) for tensor in self.strays()} | self._common
+        num_own = sum(id(tensor) not in outside for tensor in self.tensors)
         return _num_users(self.data.untyped_storage()) > _sole_user() + num_own
 
     def gather(self, device: Device) -> None:

@@ -260,3 +260,33 @@ def test_what_a_loop_cannot_have_is_refused_by_name(fn, words):
         (result,) = pool.run([LoopTask(fn)], on_error="return")
     with pytest.raises(TaskError, match=words):
         raise result.error
+
+
+def with_views(loop):
+    """Take views of the weights after the first moves, and read and write through them from then on."""
+    model = nn.Linear(2000, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loop.register(model, optimizer, steps=30)
+    views = None
+    for number in range(30):
+        model.zero_grad()
+        model(torch.randn(4, 2000)).square().mean().backward()
+        optimizer.step()
+        if number == 15:
+            views = model.state_dict()
+        if views is not None:
+            views["bias"].mul_(0.5)
+        loop.report(model.weight.sum() if views is None else views["weight"].sum(), step=number)
+        loop.step()
+
+
+def test_views_of_weights_stay_theirs_where_another_trial_takes_the_room(monkeypatch):
+    monkeypatch.setattr("hydra_tune.train.loop.burst.BURST_SECONDS", 0.0)
+    task = LoopTask(with_views)
+    with HydraExecutor(devices="cpu:1", device_memory="6500KiB", max_concurrent=2, policy="round_robin") as pool:
+        results = pool.run([task, task])
+        assert pool.stats().devices["cpu:0"].bytes_out_by_kind["parameters"] > 0
+    plain = train_plain(task)
+    for result in results:
+        assert without_seconds(result.history) == without_seconds(plain.history)
+        assert list(differences(plain.state_dict(), result.state_dict())) == []

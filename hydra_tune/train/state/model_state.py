@@ -463,13 +463,17 @@ class ModelState(TensorGroups):
         is_same = (
             group is not None and len(group.tensors) == len(tensors) and all(map(operator.is_, group.tensors, tensors))
         )
+        is_held = group is not None and group.is_buffer_shared()
         if group is not None and is_same:
-            strays = group.strays()
+            if not group.strays():
+                # Where nothing has to move, the tensors stay in the buffer for good, and so with those who hold the buffer.
+                if not (is_held and self._is_loose):
+                    return group
             # The code may have exchanged the memory of a tensor for that of a copy of its own, and then holds the buffer.
-            if not strays or not (self._is_loose or group.is_buffer_shared() or group.collect()):
+            elif not (self._is_loose or is_held or group.collect()):
                 return group
         if self._is_loose:
-            if group is not None and not group.is_loose:
+            if group is not None and not group.is_loose and not is_held:
                 # The buffer of the old group goes with the group, so tensors that lie in the buffer first get memory of
                 # their own.
                 kept_ids = set(map(id, group.tensors)) - set(map(id, group.strays()))
