@@ -43,7 +43,11 @@ MOST_TOGETHER = max(1, len(os.sched_getaffinity(0)) - 1)  # of parts that measur
 MOST_OUTPUT, MOST_EVENTS = 20_000, 4_000  # characters
 REHEARSAL_SECONDS = 600.0  # of any part, for machines that do much else
 PASSED, FAILED, LATE, RUNNING = "passed", "failed", "at its limit", "running"
-QUICK_TESTS = (("cuda_code", "shared_base"), ("cuda_graphs", "groups", "own_code", "own_functions"))  # in one process
+QUICK_TESTS = (  # in one process
+    ("cuda_code", "shared_base"),
+    ("cuda_graphs", "groups", "loops", "own_code", "own_functions"),
+    ("lightning", "trainer"),
+)
 _TEST = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
 _PR_SET_PDEATHSIG = 1
 

@@ -10,10 +10,11 @@ fusion` as Capuchin on HFTA. Milliseconds of a step of all trials, predicted and
 without the first forward and the last backward. Speedups are over these two; hours are of 10,000 steps. Where no plan meets a
 limit, the smallest that one does is named, and compared at instead. Of each case there is a line that begins with `row:`.
 
-On a CPU the chosen one is the fastest measured plan; then all members take turns, so that all find the machine as it is, on one intra-op thread and one that copies. On a
-GPU, where their tensors would not fit together, only the chosen one and those two are run, one after the other, in memory that
-is theirs alone; what they allocate at most is printed beside what was planned. Static tensors of sub-arrays that do not run are
-not counted, and nothing is spilled between parts that run one after the other.
+On a CPU the chosen one is the fastest measured plan; then all members take turns, so that all find the machine as it is, on
+one intra-op thread and one that copies. On a GPU, where their tensors would not fit together, only the chosen one and those
+two are run, one after the other, in memory that is theirs alone; what they allocate at most is printed beside what was
+planned. Static tensors of sub-arrays that do not run are not counted, and nothing is spilled between parts that run one after
+the other.
 """
 
 import argparse

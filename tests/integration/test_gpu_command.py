@@ -180,8 +180,9 @@ def test_parts_are_chosen_by_name_or_group(gpu):
     parts = list(gpu.gpu_parts())
     names = [part.name for part in gpu.chosen(parts, ["tests", "parity/two shards"], ["tests/cuda", "tests/isolated"])]
     assert names == [
-        *("tests/cuda_code+shared_base", "tests/cuda_graphs+groups+own_code+own_functions", "tests/planned_groups"),
-        *("tests/planned_pairs", "tests/python_state", "tests/trainer", "parity/two shards"),
+        *("tests/cuda_code+shared_base", "tests/cuda_graphs+groups+loops+own_code+own_functions"),
+        *("tests/lightning+trainer", "tests/planned_groups", "tests/planned_pairs", "tests/python_state"),
+        "parity/two shards",
     ]
 
 
