@@ -52,8 +52,12 @@ class NodePoolRuntime:
         """
         build = ray.cloudpickle.loads(request.build)
         task = built(build, request.config)
-        # Ray asks for the trial's place between reports, which a loop of the user's own alone knows.
-        if not isinstance(task, TrainTask) or isinstance(task, LoopTask):
+        if isinstance(task, LoopTask):
+            raise TaskError(
+                "Ray Tune cannot run a LoopTask: Ray asks for a trial's place between reports, which only the loop's function "
+                "knows; return a TrainTask, or search with Optuna"
+            )
+        if not isinstance(task, TrainTask):
             raise TaskError(f"build must return a TrainTask, not {type(task).__name__}")
         if files is None:
             return self.executor.submit(task, request.name, events)
