@@ -271,3 +271,37 @@ def test_an_optimizer_that_draws_draws_from_the_trials_stream(model, options):
     with running(**options) as pool:
         result = pool.submit(described).result(PATIENCE_SECONDS)
     assert not against_plain(described, result)
+
+
+TRIED, DRAWN = threading.Event(), threading.Event()
+
+
+class Waits(torch.optim.SGD):
+    """Waits, when it is first tried, until another thread has drawn."""
+
+    def zero_grad(self, set_to_none=True):
+        TRIED.set()
+        assert DRAWN.wait(PATIENCE_SECONDS)
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+
+
+def drawn() -> list[float]:
+    return [torch.rand(()).item(), random.random(), np.random.random()]
+
+
+@pytest.mark.parametrize("cut", [None, 2])
+def test_what_another_thread_draws_is_not_drawn_again_after_the_pool_has_tried_code(cut):
+    """The pool puts random streams back after it has tried an optimizer."""
+    TRIED.clear(), DRAWN.clear()
+    with running(num_shards=cut) as pool:
+        job = pool.submit(task(optimizer=partial(Waits, lr=0.1)))
+        assert TRIED.wait(PATIENCE_SECONDS)
+        torch.manual_seed(7), random.seed(7), np.random.seed(7)
+        seen = drawn()
+        DRAWN.set()
+        job.result(PATIENCE_SECONDS)
+        seen += drawn()
+    torch.manual_seed(7), random.seed(7), np.random.seed(7)
+    assert seen == drawn() + drawn()

@@ -19,6 +19,7 @@ from hydra_tune.pool.runtime.job_state import JobState, forget_locals, unit_of
 from hydra_tune.schedule import JobAdmitted, JobRejected
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.timing.shared_times import SharedUnitTimes
 
 
@@ -55,7 +56,8 @@ class JobPreparer:
     def work(self) -> None:
         """Run the thread's main loop."""
         torch.set_num_threads(1)
-        with self._core.breaking():
+        # Plans try code outside of a trial's streams, and put the thread's streams back: never those of the user's threads.
+        with self._core.breaking(), RandomStreams(0).everything():
             while (record := self._core.to_prepare.get()) is not None:
                 with record.tenant.at_work():
                     self._prepare(record)

@@ -37,6 +37,7 @@ from hydra_tune.schedule import Unit, UnitFailed, UnitFinished
 from hydra_tune.supervision.marks import at_work, here
 from hydra_tune.train.loop.batch_units import PendingUnit, run_unit
 from hydra_tune.train.loop.burst import BURST
+from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.trial import PendingReport, Trial
 
 Instrument = Callable[[], AbstractContextManager[Any]]
@@ -94,7 +95,8 @@ class Worker:
         """Run the thread's main loop."""
         if self._core.log is not None:
             self._core.log.at_work(self._device.name)
-        with self._core.breaking():
+        # As of `JobPreparer.work`.
+        with self._core.breaking(), RandomStreams(0).everything():
             try:
                 # Outermost, so that this thread ends, and can be joined, only after the last release.
                 with self._release_thread() as self._releases, self._device.worker():
