@@ -107,7 +107,7 @@ def chosen(
         has_room = sum(shard.cost.kept_bytes for shard in candidate_shards) <= spare
         if has_room and (index in paying or _never_moves(candidate_shards, room)):
             shards = candidate_shards
-    return replace(plan, shards=tuple(shards))
+    return replace(plan, shards=tuple(shards)) if any(shard.keeps_activations for shard in shards) else plan
 
 
 class MeasuredActivationChoice:

@@ -167,6 +167,7 @@ class ShardPartitioner:
 
     def _partition(self, num_shards: NumShards, boundaries: Sequence[int]) -> list[int]:
         boundary_edges = sorted({0, *boundaries, self._end})
+        self._pilot.expect(boundary_edges[1:-1])
         if num_shards == "tuned":
             num_shards = None
         # The whole budget counts here, not the capacity: a model in one shard needs no buffer for a next shard.
@@ -344,7 +345,9 @@ class _CandidatePilot(ShardPilot):
     ) -> None:
         self._pilot = pilot
         self._cuts = analysis.cuts
-        self._whole = (0, num_nodes)
+        self._end = num_nodes
+        # Every caller asks for the whole graph.
+        self._expected = {(0, num_nodes)}
         self._limit_bytes = limit_bytes
         # By first node: last nodes and costs of candidates over some limit.
         self._too_large = {} if too_large is None else too_large
@@ -352,7 +355,11 @@ class _CandidatePilot(ShardPilot):
 
     def within(self, limit_bytes: int, analysis: GraphAnalysis) -> "_CandidatePilot":
         """Return a pilot with another limit that shares all results."""
-        return _CandidatePilot(self._pilot, analysis, self._whole[1], limit_bytes, self._too_large, self._peaks)
+        return _CandidatePilot(self._pilot, analysis, self._end, limit_bytes, self._too_large, self._peaks)
+
+    def expect(self, boundaries: Sequence[int]) -> None:
+        """Measure the candidates between boundaries at once: the same cuts served another capture of the model."""
+        self._expected.update(pairwise([0, *boundaries, self._end]))
 
     def peaks(self, first: int) -> Mapping[int, int]:
         """Needs of the measured candidates from `first`, by last node."""
@@ -360,9 +367,8 @@ class _CandidatePilot(ShardPilot):
 
     def cost(self, first: int, last: int) -> ShardCost:
         """Cost of a candidate, or of a shorter candidate that is over the limit already."""
-        # Every caller asks for the whole graph, and the pilot measures the whole graph only once; not if the parameters
-        # alone are too large.
-        if (first, last) == self._whole and self._pilot.least_bytes(first, last) <= self._limit_bytes:
+        # The pilot measures a candidate only once; none whose parameters alone are too large.
+        if (first, last) in self._expected and self._pilot.least_bytes(first, last) <= self._limit_bytes:
             return self._pilot.cost(first, last)
         large_candidates = self._too_large.setdefault(first, [])
         for end, cost in large_candidates:

@@ -74,7 +74,8 @@ class ShardPlan:
         eager: whether the only shard runs the user's own code instead of a graph.
         computing: runner of the shards.
         why_eager: reason for running without a graph, in a line; "" with a graph.
-        one_shard_bytes: most bytes that the step needs on a device as a single shard; 0: not counted, as for own code.
+        one_shard_bytes: most bytes that the step needs on a device as a single shard; 0: not counted, as for own code and
+            for further kinds of batches.
     """
 
     mode: str
@@ -185,7 +186,6 @@ def build_plan(
         first_use={name: indices[0] for name, indices in uses.items()},
         last_use={name: indices[-1] for name, indices in uses.items()},
         operators=operators(captured),
-        one_shard_bytes=pilot.cost(0, edges[-1]).peak_bytes if captured.mode == "train" else 0,
     )
 
 

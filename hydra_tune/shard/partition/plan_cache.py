@@ -35,7 +35,13 @@ from hydra_tune.shard.capture.step_capture import (
     state_specs,
 )
 from hydra_tune.shard.capture.value_replay import Answer
-from hydra_tune.shard.cost.activation_policy import MeasuredActivationChoice, chosen, keeping, seconds_of
+from hydra_tune.shard.cost.activation_policy import (
+    ActivationBudget,
+    MeasuredActivationChoice,
+    chosen,
+    keeping,
+    seconds_of,
+)
 from hydra_tune.shard.cost.compute_estimate import estimated_seconds
 from hydra_tune.shard.cost.microbatch_search import PieceCountChoice, StepCostEstimate
 from hydra_tune.shard.cost.pilot import ShardCost, ShardPilot, UpdatePilot
@@ -375,6 +381,8 @@ class PlanLibrary:
         for reason in filter(None, (partition.why, partition.placement_why)):
             CHOICES.info("%s", reason)
         plan = build_plan(captured, analysis, pilot, edges)
+        if request.mode == "train" and request.like is None:
+            plan = replace(plan, one_shard_bytes=pilot.cost(0, nodes).peak_bytes)
         room = self.budget.room(partition.buffer_bytes)
         # Compiled graphs save tensors through their own autograd functions, which do not cooperate with units.
         kept = plan if request.task.compile else keeping(plan, pilot, request.task.activations, room)
@@ -386,30 +394,30 @@ class PlanLibrary:
         is_checked = self._may_check(request, lambda: pilot.cost(0, nodes))
         # Cached and lazy: an estimate runs the forward of every shard on fake tensors.
         estimates = functools.cache(lambda: estimated_seconds(pilot, plan, kept))
-        seconds: UnitSeconds
+        wanted, activation_choice = self._with_activations(request, plan, kept, estimates, room)
+        # A choice to be made anew may end in either plan, so both are verified. Else a step of the chosen plan is enough.
+        needs_both = activation_choice is not None or self.budget.checks_sample
+        seconds: UnitSeconds | None
         kept_seconds: UnitSeconds | None
         if is_checked:
-            seconds, kept_seconds = self._verified(request, captured, answers, plan, kept, estimates)
+            seconds, kept_seconds = self._verified(
+                request, captured, answers, plan, kept if needs_both else wanted, estimates, needs_both=needs_both
+            )
         else:
             seconds, kept_seconds = estimates()
         if captured.numbers is not None and request.guard is not None:
             raise CaptureError(
                 "the step's Python asks for values of the batch, and the answers may depend on the number"
             )
-        activation_choice = None
-        if kept_seconds is not None:
-            if request.task.activations == "auto":
-                link = self.budget.link()
-                if link is None and self.budget.speeds is not None:
-                    try:
-                        activation_choice = MeasuredActivationChoice(plan, kept, self.budget.speeds().link, room)
-                    except torch.OutOfMemoryError as error:
-                        CHOICES.info("activations that would move are recomputed: copies cannot be measured: %s", error)
-                kept = chosen(plan, kept, *estimates(), link, room)
-            plan, seconds = kept, seconds_of(kept, seconds, kept_seconds)
+        if kept_seconds is None:
+            activation_choice = None
+        else:
+            plan, seconds = wanted, kept_seconds if seconds is None else seconds_of(wanted, seconds, kept_seconds)
         if request.task.compile is not None:
             # Bits are compared without the compiler only; the compiled plan is compared up to rounding.
+            one_shard_bytes = plan.one_shard_bytes
             plan = build_plan(captured, analysis, pilot, edges, request.task.compile)
+            plan = replace(plan, one_shard_bytes=one_shard_bytes)
             with GATE.exclusive():  # the first run compiles
                 seconds = verify_close(request.task, twin_of(request.model), plan, request.batch)
         # Lazy: the search measures many candidates.
@@ -427,6 +435,26 @@ class PlanLibrary:
             numbers=captured.numbers,
             files=captured.files,
         )
+
+    def _with_activations(
+        self,
+        request: ShardPlanRequest,
+        plan: ShardPlan,
+        kept: ShardPlan,
+        estimates: Callable[[], tuple[UnitSeconds, UnitSeconds]],
+        room: ActivationBudget,
+    ) -> tuple[ShardPlan, MeasuredActivationChoice | None]:
+        """Return the plan that keeps the activations worth keeping, and the choice to be made anew from measured times."""
+        if kept is plan or request.task.activations != "auto":
+            return kept, None
+        link = self.budget.link()
+        activation_choice = None
+        if link is None and self.budget.speeds is not None:
+            try:
+                activation_choice = MeasuredActivationChoice(plan, kept, self.budget.speeds().link, room)
+            except torch.OutOfMemoryError as error:
+                CHOICES.info("activations that would move are recomputed: copies cannot be measured: %s", error)
+        return chosen(plan, kept, *estimates(), link, room), activation_choice
 
     def _may_check(self, request: ShardPlanRequest, whole: Callable[[], ShardCost]) -> bool:
         """Whether a step may run on the host for a comparison with its plan; `whole` measures the step in one shard."""
@@ -463,8 +491,10 @@ class PlanLibrary:
         plan: ShardPlan,
         kept: ShardPlan,
         estimates: Callable[[], tuple[UnitSeconds, UnitSeconds]],
-    ) -> tuple[UnitSeconds, UnitSeconds | None]:
-        """Verify a plan and the plan that keeps activations; return the seconds of the units of both."""
+        *,
+        needs_both: bool,
+    ) -> tuple[UnitSeconds | None, UnitSeconds | None]:
+        """Verify a plan, or the plan that keeps activations, or both; results as of `verify`."""
         if self.budget.checks_sample:
             try:
                 kept_seconds = self._verify(request, plan, kept, request.batch, ValueNumbering())[1]
@@ -476,12 +506,13 @@ class PlanLibrary:
         sample = self._sample(request, captured, answers, plan, kept) if self.budget.checks_sample else None
         if sample is not None:
             with suppress(Exception):  # any failure with few samples is decided by the whole batch
-                seconds = self._verify(request, sample.plan, sample.kept, sample.batch)
+                found = self._verify(request, sample.plan, sample.kept, sample.batch)
                 if request.guard is None or request.guard.holds(request.leaves.tensors):
-                    return sample.for_all(seconds[0]), None if seconds[1] is None else sample.for_all(seconds[1])
+                    seconds, kept_seconds = (None if each is None else sample.for_all(each) for each in found)
+                    return seconds, kept_seconds
             # Guards of the failed attempt must not decide for the whole batch.
             request.guards.clear()
-        return self._verify(request, plan, kept, request.batch)
+        return self._verify(request, plan, kept, request.batch, needs_both=needs_both)
 
     def _verify(
         self,
@@ -490,7 +521,9 @@ class PlanLibrary:
         kept: ShardPlan,
         batch: Any,
         numbering: ValueNumbering | None = None,
-    ) -> tuple[UnitSeconds, UnitSeconds | None]:
+        *,
+        needs_both: bool = True,
+    ) -> tuple[UnitSeconds | None, UnitSeconds | None]:
         distinct_kept = None if kept is plan else kept
         with undisturbed(request.task, request.mode), intraop_threads(self.budget.host_threads):
             twin = (
@@ -498,7 +531,17 @@ class PlanLibrary:
                 if numbering is None
                 else hollow_twin_of(request.model, request.mode)
             )
-            return verify(request.task, twin, plan, batch, request.guards, distinct_kept, request.effects, numbering)
+            return verify(
+                request.task,
+                twin,
+                plan,
+                batch,
+                request.guards,
+                distinct_kept,
+                request.effects,
+                numbering,
+                needs_both=needs_both,
+            )
 
     def _sample(
         self,

@@ -11,7 +11,7 @@ handing out a captured plan; only planning without training leaves out the check
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,9 @@ def verify(
     kept: ShardPlan | None = None,
     effects: StepEffects | None = None,
     numbering: ValueNumbering | None = None,
-) -> tuple[UnitSeconds, UnitSeconds | None]:
+    *,
+    needs_both: bool = True,
+) -> tuple[UnitSeconds | None, UnitSeconds | None]:
     """Compare a plan with the eager step, on the host, and time its units.
 
     Args:
@@ -58,9 +60,11 @@ def verify(
         kept: the same plan with activations kept, to be checked as well.
         effects: receives what the eager step does and the plan does not.
         numbering: compares numbers instead of values; the times then mean nothing, and `twin` needs no bytes.
+        needs_both: whether `plan` is to be checked although `kept` is right; a step of a large model takes long.
 
     Returns:
-        Seconds of the units of `plan`, and of `kept`, or None if the numbers of `kept` differ from the eager step.
+        Seconds of the units of `plan`, or None if `plan` was not run; and of `kept`, or None if the numbers of `kept`
+        differ from the eager step.
 
     Raises:
         CaptureError: the plan's numbers differ from the eager step; the message names the difference.
@@ -86,16 +90,30 @@ def verify(
         with running():
             second_eager = run_eager(task, twin, plan.mode, second_batch, begins=False)
         rewind()
-        tensors = batches.flatten(batches.copied(batch)).tensors
-        with running():
-            planned, seconds = run_plan(twin, plan, tensors)
-        _check(eager, second_eager, planned, guards, is_same)
-        rewind()
-        return seconds, None if kept is None else _kept_seconds(eager, twin, kept, batch, running, is_same)
+
+        def checked_seconds(of: ShardPlan) -> UnitSeconds:
+            tensors = batches.flatten(batches.copied(batch)).tensors
+            with running():
+                planned, seconds = run_plan(twin, of, tensors)
+            _check(eager, second_eager, planned, guards, is_same)
+            rewind()
+            return seconds
+
+        # Whatever the error of a plan that keeps activations, recomputing is always right.
+        if kept is not None and not needs_both:
+            with suppress(Exception):
+                return None, checked_seconds(kept)
+            rewind()
+        seconds = checked_seconds(plan)
+        if kept is not None and needs_both:
+            with suppress(Exception):
+                return seconds, checked_seconds(kept)
     except Exception:
         # The step runs whole then, and has yet to draw the numbers that a function with a cache has drawn here.
         state.restore_caches()
         raise
+    else:
+        return seconds, None
     finally:
         torch.set_rng_state(random_state)
         # The capture has put back all that Python code changes; but it runs in-place operators on stand-ins. Tensors
@@ -128,20 +146,6 @@ def _check(
     if missing:
         # The results may agree on a batch and differ on the next batch.
         raise CaptureError(f"the eager step runs operators that the captured graph does not: {', '.join(missing[:3])}")
-
-
-def _kept_seconds(
-    eager: StepOutcome, twin: nn.Module, kept: ShardPlan, batch: Any, running: _Running, is_same: _Comparison
-) -> UnitSeconds | None:
-    """Seconds of the units of a plan that keeps activations; None if the numbers differ."""
-    try:
-        tensors = batches.flatten(batches.copied(batch)).tensors
-        with running():
-            planned, seconds = run_plan(twin, kept, tensors)
-        _same_outcome("the graph with its activations kept gives other {what}", eager, planned, is_same)
-    except Exception:  # noqa: BLE001 - whatever the error, recomputing is always right
-        return None
-    return seconds
 
 
 def verify_close(task: TrainTask, twin: nn.Module, plan: ShardPlan, batch: Any) -> UnitSeconds:

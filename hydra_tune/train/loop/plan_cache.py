@@ -127,6 +127,7 @@ class TrialPlanCache:
         self._python_states: dict[str, list[PythonStateGuard]] = {}
         self._num_changes = 0
         self._has_told_whole = False
+        self._has_told_kinds = False
         # Numbers of the step's Python state, in words: inputs of graphs, and those that cannot be inputs; both by mode.
         self._inputs: dict[str, set[str]] = {}
         self._not_inputs: dict[str, set[str]] = {}
@@ -179,6 +180,7 @@ class TrialPlanCache:
             self._refuse_inputs(mode, python_state, error.places)
             return self.find(module, optimizer, state, batch, leaves, mode)
         plans.append(serving_plan)
+        self._tell_kinds(serving_plan.plan)
         del plans[:-_MAX_PLANS]
         while len(self._kept) > _MAX_PLANS:
             self._kept.popitem(last=False)
@@ -334,6 +336,19 @@ class TrialPlanCache:
             tenant = tenant_at_work()
             name = "the trial" if tenant is None else tenant.name
             CHOICES.info("the step (%s) of %s runs whole and is not cut: %s", plan.mode, name, plan.why_eager)
+
+    def _tell_kinds(self, plan: ShardPlan) -> None:
+        """Warn once of batches of many shapes: each takes a capture, as long as the trial does not fit whole."""
+        num_kinds = sum(mode == plan.mode for mode, _ in self._kept)
+        if num_kinds > _MAX_CAPTURES and not plan.eager and not self._has_told_kinds:
+            self._has_told_kinds = True
+            _LOGGER.warning(
+                "the step (%s) is captured for the %dth shape of its batches, and a capture takes longer than a step; let the "
+                "batches have fewer shapes (pad_to_multiple_of=32 of a Hugging Face collator, or batches of one length), or "
+                "raise device_memory so that the model runs whole",
+                plan.mode,
+                num_kinds,
+            )
 
     def _forget(self, guard: PythonStateGuard) -> None:
         for plans in self._kept.values():

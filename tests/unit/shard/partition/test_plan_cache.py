@@ -411,9 +411,9 @@ def test_a_check_of_a_step_keeps_trials_out_that_may_change_what_the_step_reads(
     weights, kept_out = torch.ones(2), []
     real = library_module.verify
 
-    def verify(*arguments):
+    def verify(*arguments, **options):
         kept_out.append(GATE._lone_thread == threading.get_ident())
-        return real(*arguments)
+        return real(*arguments, **options)
 
     def task_with(values):
         return task_of(nn.Linear(8, 8), step=lambda module, batch: module(batch[0]).square().mean() * values[0])

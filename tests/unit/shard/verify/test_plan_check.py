@@ -243,8 +243,9 @@ def test_a_plan_that_keeps_activations_passes_beside_the_one_that_does_not(name)
     assert torch.get_rng_state().equal(state)
 
 
+@pytest.mark.parametrize("needs_both", [True, False])
 @pytest.mark.parametrize("wrong", ["raises", "differs"])
-def test_a_graph_that_keeping_makes_wrong_is_not_kept(wrong):
+def test_a_graph_that_keeping_makes_wrong_is_not_kept(wrong, needs_both):
     made = parity_bench("mlp")
     plan = made.plan(*made.spread(3))
     kept = keeping(plan, made.pilot, "keep", ActivationBudget(capacity_bytes=1 << 40, budget_bytes=1 << 40))
@@ -257,9 +258,24 @@ def test_a_graph_that_keeping_makes_wrong_is_not_kept(wrong):
 
     broken = dataclasses.replace(first, graph=dataclasses.replace(first.graph, module=module))
     other = dataclasses.replace(kept, shards=(broken, *kept.shards[1:]))
-    seconds, none = verify(made.task, made.model, plan, made.batch, kept=other)
+    seconds, none = verify(made.task, made.model, plan, made.batch, kept=other, needs_both=needs_both)
     assert all(s > 0 for s in seconds.backward)
     assert none is None
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_plan_that_keeps_activations_is_checked_alone(wrong):
+    made = parity_bench("mlp") if not wrong else bench(build("mlp"))
+    plan = patch(made, "aten.dropout.default", 1, 0.25) if wrong else made.plan(*made.spread(3))
+    kept = keeping(plan, made.pilot, "keep", ActivationBudget(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+    assert kept is not plan
+    if wrong:
+        with pytest.raises(CaptureError, match="other results"):
+            verify(made.task, made.model, plan, made.batch, kept=kept, needs_both=False)
+    else:
+        none, seconds = verify(made.task, made.model, plan, made.batch, kept=kept, needs_both=False)
+        assert none is None
+        assert all(s > 0 for s in (*seconds.forward[:-1], *seconds.backward))
 
 
 def test_a_right_evaluation_passes():

@@ -50,10 +50,10 @@ def checked(monkeypatch):
     found = []
     real = library_module.verify
 
-    def noted(task, twin, plan, batch, *rest):
+    def noted(task, twin, plan, batch, *rest, **options):
         leaf = batch if isinstance(batch, torch.Tensor) else next(iter(batch))
         found.append(len(leaf))
-        return real(task, twin, plan, batch, *rest)
+        return real(task, twin, plan, batch, *rest, **options)
 
     monkeypatch.setattr(library_module, "verify", noted)
     return found
@@ -187,7 +187,9 @@ def test_seconds_are_those_of_all_samples():
 def test_the_host_computes_with_more_threads_only_meanwhile(monkeypatch):
     seen = []
     real = library_module.verify
-    monkeypatch.setattr(library_module, "verify", lambda *a: (seen.append(torch.get_num_threads()), real(*a))[1])
+    monkeypatch.setattr(
+        library_module, "verify", lambda *a, **k: (seen.append(torch.get_num_threads()), real(*a, **k))[1]
+    )
     before = torch.get_num_threads()
     prepare(trained(Blocks()), vectors(), host_threads=3)
     assert seen == [3]

@@ -309,7 +309,7 @@ def test_batches_of_ever_new_length_are_not_captured_for_ever(monkeypatch):
     assert len(captured) == 8
 
 
-def test_a_model_that_has_to_be_cut_trains_with_every_length():
+def test_a_model_that_has_to_be_cut_trains_with_every_length(caplog):
     described = task(model=OverTime, train=_lengths(9), epochs=2)
     with HydraExecutor(devices="cpu:1") as pool:
         pool.run([described])
@@ -317,6 +317,9 @@ def test_a_model_that_has_to_be_cut_trains_with_every_length():
     result = train(described, device_memory=whole // 2, buffer_fraction=0.0)
     assert against_plain(described, result) == []
     assert result.num_shards > 1
+    warnings = [record.getMessage() for record in caplog.records if "shape of its batches" in record.getMessage()]
+    assert len(warnings) == 1, "one warning, and none before the captures are many"
+    assert "the step (train) is captured for the 9th shape" in warnings[0]
 
 
 class Tempered(nn.Module):
