@@ -176,6 +176,7 @@ class Scheduler:
             record.estimate.done_seconds + seconds,
             record.turn,
             record.last_device,
+            record.last_on_base,
         )
 
     def step_seconds(self, alike: str) -> float | None:
@@ -241,6 +242,8 @@ class Scheduler:
         state, device = self._state, self._state.devices[place]
         state.num_runs += 1
         record.phase, record.turn, record.last_device = _RUNNING, state.num_runs, place
+        if unit.base is not None:
+            record.last_on_base = unit
         if len(record.ready) == 1 and not record.running:  # the common case, without a loop
             record.ready, record.running = (), {place: unit}
         else:

@@ -112,6 +112,7 @@ class JobRecord:
         turn: number of the job's last `Run` among all; 0 before the first.
         last_device: the device where a unit of the job last began or ended; None before the first unit, and after the
             loss of that device.
+        last_on_base: the last begun unit with a `base`; None if there was none.
         view: the view given to the policy; None if the policy does not know the job. Kept by `SchedulerState.put`.
         is_counted: whether the job counts in `num_slots_taken`. Kept by `SchedulerState.put`.
         age: a staggered job's place among the jobs in flight; None if not in flight or not staggered. Kept by
@@ -137,6 +138,7 @@ class JobRecord:
     shard_devices: Mapping[int, str] = field(default_factory=dict)
     turn: int = 0
     last_device: str | None = None
+    last_on_base: Unit | None = None
     view: JobView | None = None
     is_counted: bool = False
     age: Age | None = None
@@ -176,6 +178,7 @@ class JobRecord:
             estimate.done_seconds,
             self.turn,
             self.last_device,
+            self.last_on_base,
         )
 
     @property

@@ -20,6 +20,8 @@ class Unit:
         near: the preferred device, which has the unit's inputs or is home to its shard; None if there is none, or none
             is known. The unit runs there if that device is idle when the unit is assigned.
         may_end_early: whether the unit consists of steps, and ends after the next step on the scheduler's request.
+        base: the frozen parameters that the unit shares with other jobs' units; None if the unit shares none.
+        base_position: the first place of `base` that the unit reads; units at nearby places share most of what they read.
     """
 
     kind: str
@@ -28,3 +30,5 @@ class Unit:
     rank: int = 0
     near: str | None = None
     may_end_early: bool = False
+    base: str | None = None
+    base_position: int = 0

@@ -202,11 +202,12 @@ def test_the_base_is_counted_once_on_the_device_and_on_the_host(base, plain, tmp
     assert "raise host_memory" in str(refused.error)
 
 
-def test_trials_that_take_turns_load_the_base_once_for_all(base):
+@pytest.mark.parametrize("policy", ["lrtf", "round_robin"])
+def test_trials_go_through_a_cut_base_together_and_load_it_once_for_all(base, policy):
     loaded = {}
     for owns in (False, True):
         tasks = [replace(each, epochs=5) for each in lora_tasks(base, owns=owns)[:2]]
-        with HydraExecutor(**CUT | {"policy": "round_robin"}) as pool:
+        with HydraExecutor(**CUT | {"policy": policy}) as pool:
             waiting = at_first_report(pool, tasks)
             before = pool.stats().devices["cpu:0"].bytes_in_by_kind["parameters"]
             assert all(result.num_shards > 1 for result in results_of(*waiting))

@@ -13,6 +13,7 @@ Example: eight trials map a base of 16 GiB. The host holds 16 GiB, and a trial t
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import mmap
 import os
 import tempfile
@@ -35,6 +36,7 @@ _PAGE_MAP = "/proc/self/pagemap"
 # https://docs.kernel.org/admin-guide/mm/pagemap.html: bit 61 is set for a page of the file, 62 and 63 for one that exists.
 _FIRST_BIT, _OF_FILE, _EXISTS = 61, 1, 6
 
+_NUMBERS = itertools.count()
 _LOCK = threading.Lock()
 _SOURCES: "dict[int, SharedTensor]" = {}
 """The shared tensor that begins at an address of a living mapping."""
@@ -72,6 +74,7 @@ class SharedFile:
         tensors: tensors to copy, by name: dense, on the host, and not empty.
 
     Attributes:
+        name: differs between the files of a process.
         tensors: the shared tensors by name.
         nbytes: host memory of the file, in bytes.
 
@@ -80,6 +83,7 @@ class SharedFile:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.name = f"base {next(_NUMBERS)}"
         # Each tensor begins a page, so that a write to one tensor gives its user no page of another tensor.
         slots, size = lay_out(list(tensors.values()), _PAGE_BYTES)
         self.nbytes = max(size, _PAGE_BYTES)
@@ -111,6 +115,10 @@ class SharedFile:
             _SOURCES.update(sources)
         with unseen():
             return {name: source.slot.view(flats[name]) for name, source in self.tensors.items()}
+
+    def offset(self, name: str) -> int:
+        """Place of a tensor in the file, in bytes."""
+        return self._places[name][0]
 
     def _mapping(self) -> mmap.mmap:
         return mmap.mmap(self._file, self.nbytes, access=mmap.ACCESS_COPY)

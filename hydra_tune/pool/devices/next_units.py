@@ -14,6 +14,20 @@ from typing import Protocol
 from hydra_tune.memory.prefetch import UnitMemoryNeeds
 from hydra_tune.schedule import Command, Event, JobView, NextJobPredictor, Policy, Release, Run, Scheduler, Unit
 from hydra_tune.train.loop.batch_units import PendingUnit, UpcomingUnit
+from hydra_tune.train.loop.burst import BURST
+
+
+def unit_of(due: PendingUnit | UpcomingUnit) -> Unit:
+    """Convert a unit of a trial to the scheduler's `Unit`."""
+    base, position = due.base or (None, 0)
+    return Unit(
+        kind=due.kind,
+        shard=due.shard,
+        seconds=due.seconds,
+        may_end_early=due.kind == BURST,
+        base=base,
+        base_position=position,
+    )
 
 
 class PredictedJob(Protocol):
@@ -150,7 +164,7 @@ class NextUnitPredictor:
             return None
         return self._scheduler.view_after(
             record.key,
-            unit=Unit(kind=expected.kind, shard=expected.shard, seconds=expected.seconds),
+            unit=unit_of(expected),
             seconds=pending.seconds,
             remaining_seconds=max(0.0, record.remaining_seconds - pending.seconds),
             shard_device=record.places.get(expected.shard),

@@ -17,7 +17,7 @@ from hydra_tune.devices.weightless import WeightlessDevice
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
-from hydra_tune.pool.devices.next_units import NextUnitPredictor
+from hydra_tune.pool.devices.next_units import NextUnitPredictor, unit_of
 from hydra_tune.pool.dry_run.plan_failures import RehearsalError
 from hydra_tune.schedule import (
     Admit,
@@ -122,8 +122,7 @@ class _RehearsedTrial:
     @property
     def unit(self) -> Unit | None:
         """The due unit as the scheduler sees it."""
-        due = self.pending
-        return None if due is None else Unit(kind=due.kind, shard=due.shard, seconds=due.seconds)
+        return None if self.pending is None else unit_of(self.pending)
 
     def news(self) -> tuple[int, str | None] | None:
         """Return shard and place of the next unit if unknown to the scheduler."""

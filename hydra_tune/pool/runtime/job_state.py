@@ -10,18 +10,18 @@ import contextlib
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hydra_tune.memory.shared.shared_file import SharedFile
 from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.observe.event_log.writer import EventLog
 from hydra_tune.pool.checkpointing.writer import TrialCheckpointer
+from hydra_tune.pool.devices.next_units import unit_of
 from hydra_tune.pool.job import OVER, Job, JobProgress, Result
 from hydra_tune.schedule import Unit
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune.train.data.loader_clock import LoaderInterrupt
 from hydra_tune.train.loop.batch_units import PendingUnit
-from hydra_tune.train.loop.burst import BURST
 from hydra_tune.train.parallel.parallel_step import ParallelStep, ParallelUnit
 from hydra_tune.train.single_trial import SingleTrial
 from hydra_tune.train.trial import PendingReport, Trial
@@ -53,11 +53,6 @@ class NextAction:
         if self.beside is not None:
             return self.beside
         return (unit_of(self.step),) if isinstance(self.step, PendingUnit) else ()
-
-
-def unit_of(pending: PendingUnit) -> Unit:
-    """Convert a pending unit to the scheduler's `Unit`."""
-    return Unit(kind=pending.kind, shard=pending.shard, seconds=pending.seconds, may_end_early=pending.kind == BURST)
 
 
 def no_beginning() -> StartCheckpoint | None:
@@ -244,16 +239,7 @@ class JobState:
     def _offer(self, found: list[ParallelUnit]) -> "NextAction":
         """Enter lane units as due."""
         self.beside.update({lane_unit.rank: lane_unit.pending for lane_unit in found})
-        units = [
-            Unit(
-                kind=lane_unit.pending.kind,
-                shard=lane_unit.pending.shard,
-                seconds=lane_unit.pending.seconds,
-                rank=lane_unit.rank,
-                near=lane_unit.near,
-            )
-            for lane_unit in found
-        ]
+        units = (replace(unit_of(each.pending), rank=each.rank, near=each.near) for each in found)
         return NextAction(beside=tuple(units))
 
     def advance(self, *, report_is_free: bool) -> PendingUnit | ParallelStep | PendingReport | None:

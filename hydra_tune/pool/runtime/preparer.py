@@ -14,8 +14,9 @@ from hydra_tune.devices.device import Device
 from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.pool.devices.host_admission import has_room
 from hydra_tune.pool.devices.idle_devices import JobDeviceLender, PoolDeviceLender
+from hydra_tune.pool.devices.next_units import unit_of
 from hydra_tune.pool.runtime.dispatcher import JobDispatcher
-from hydra_tune.pool.runtime.job_state import JobState, forget_locals, unit_of
+from hydra_tune.pool.runtime.job_state import JobState, forget_locals
 from hydra_tune.schedule import JobAdmitted, JobRejected
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.train.loop.batch_units import PendingUnit

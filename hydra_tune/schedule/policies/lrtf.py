@@ -29,8 +29,8 @@ class ShardedLRTF(IncrementalPolicy):
     3. the longest job whose next shard is on no device.
 
     Within each rule, the longest job comes first, then the earliest submitted. The chosen job is shorter than the
-    longest by at most twice the slack. Without transfers, the makespan stayed within one unit plus the slack of the
-    bound of `makespan_bound` in all random schedules tried.
+    longest by at most twice the slack. Jobs on one frozen base go in a wavefront, as below. Without transfers, the makespan
+    stayed within one unit plus the slack of the bound of `makespan_bound` in all random schedules tried.
 
     Args:
         slack_steps: the slack, in training steps of the longest job.
@@ -51,6 +51,12 @@ class ShardedLRTF(IncrementalPolicy):
         * Measure of the slack. The slack counts against the jobs at hand, not against other devices' jobs. Devices go
           through their jobs at their own pace. A device ahead of the others by half the slack would otherwise change
           jobs twice as often as the others, and move twice the bytes.
+        * Wavefronts. Jobs on one frozen base (`Unit.base`) need the same parameters at the same place of their models, so
+          a load of these parameters may serve all of them. A device whose last job has a base takes, among the jobs on
+          this base, the job with the nearest unit; jobs that ran here last come first, and the longest of equals. So the
+          jobs go through their models side by side, forward and backward, and a job at another place joins as the others
+          pass there. The device leaves the base when the longest of all jobs exceeds the longest on the base by more than
+          the slack.
         * Late binding. The paper chooses for the buffer while another unit still computes, among "Idle Models"; the
           longest job is usually running then, and is passed over again and again. Here the choice falls when the device
           is free, and the job that just ran is a candidate like any other.
@@ -69,6 +75,11 @@ class ShardedLRTF(IncrementalPolicy):
         return _LRTFSelection(self.slack_steps)
 
 
+def _base_of(view: JobView) -> str | None:
+    """Return the base of a job's next unit, else of its last unit that had a base."""
+    return view.unit.base or (None if view.last_on_base is None else view.last_on_base.base)
+
+
 class _LRTFSelection:
     """Jobs by remaining time: all together, by the place of their next shard, and by their last device.
 
@@ -78,6 +89,7 @@ class _LRTFSelection:
 
     def __init__(self, slack_steps: float) -> None:
         self._slack_steps = slack_steps
+        self._on_base: dict[str, dict[str, JobView]] = {}
         self._live: dict[str, JobView] = {}
         self._num_added = 0
         self._clear()
@@ -85,11 +97,17 @@ class _LRTFSelection:
     def add(self, view: JobView) -> None:
         """Add the job to the heaps by length, by place and by last device."""
         self._live[view.job] = view
+        base = _base_of(view)
+        if base is not None:
+            self._on_base.setdefault(base, {})[view.job] = view
         self._push(view)
 
     def remove(self, view: JobView) -> None:
         """Remove the job."""
         del self._live[view.job]
+        base = _base_of(view)
+        if base is not None:
+            del self._on_base[base][view.job]
         if self._num_pushed > 4 * len(self._live) + _SPARE:
             self._clear()
             for other in self._live.values():
@@ -102,6 +120,10 @@ class _LRTFSelection:
         slack_seconds = self._slack_steps * longest.step_seconds
         here, nowhere = self._first(self._at.get(device)), self._first(self._at.get(None))
         last = self._first(self._ran_on.get(device))
+        if self._on_base and last is not None:
+            nearest = self._nearest(last, device, longest.remaining_seconds - slack_seconds)
+            if nearest is not None:
+                return nearest
         # The job that ran here last has its next shard on another device, so it is not at hand.
         if last is not None and last.shard_device not in (device, None):
             last = None
@@ -118,10 +140,29 @@ class _LRTFSelection:
         assert nowhere is not None
         return nowhere
 
+    def _nearest(self, last: JobView, device: str, least_seconds: float) -> JobView | None:
+        """Return the next job of the wavefront of the job that ran last on a device.
+
+        None without a wavefront, or if all of its jobs are shorter than `least_seconds`.
+        """
+        if last.last_on_base is None or last.last_on_base.base is None:
+            return None
+        views = self._on_base.get(last.last_on_base.base)
+        if not views or max(view.remaining_seconds for view in views.values()) < least_seconds:
+            return None
+        position = last.last_on_base.base_position
+
+        def order(view: JobView) -> tuple[bool, int, float, int]:
+            # A unit that reads nothing of the base, as after a report, goes first: its job then catches up.
+            distance = abs(view.unit.base_position - position) if view.unit.base is not None else -1
+            return view.last_device not in (device, None), distance, -view.remaining_seconds, view.order
+
+        return min(views.values(), key=order)
+
     def _push(self, view: JobView) -> None:
         self._num_pushed += 1
         self._num_added += 1  # breaks all ties, because views cannot be compared
-        _, order, _, remaining_seconds, _, shard_device, _, _, turn, last_device = view
+        _, order, _, remaining_seconds, _, shard_device, _, _, turn, last_device, _ = view
         entry = (-remaining_seconds, order, self._num_added, view)
         heappush(self._all, entry)
         heappush(self._at[shard_device], entry)

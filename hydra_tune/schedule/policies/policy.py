@@ -37,6 +37,7 @@ class JobView(NamedTuple):
         turn: number of units started by the scheduler up to and including this job's last unit; 0 before the job's
             first unit.
         last_device: device of the job's last unit; None before the first unit, or if that device is lost.
+        last_on_base: the job's last unit with a `base`; None if there was none.
     """
 
     job: str
@@ -49,6 +50,7 @@ class JobView(NamedTuple):
     done_seconds: float = 0.0
     turn: int = 0
     last_device: str | None = None
+    last_on_base: Unit | None = None
 
 
 @runtime_checkable

@@ -35,6 +35,7 @@ from hydra_tune.train.loop.workspace_tracker import WorkspaceTracker
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.state.block_store import BlockStore
 from hydra_tune.train.state.model_state import ModelState
+from hydra_tune.train.state.shared_state import SharedPlace
 from hydra_tune.train.timing.unit_times import UnitTimes, update_guess
 
 # Use of the trial's random stream by a unit: moves the stream on, draws the same numbers again, or draws none.
@@ -50,6 +51,7 @@ class UpcomingUnit:
         blocks: returns the present blocks without which the unit cannot begin. May be called from any thread at any
             time: for a unit that is over meanwhile, the answer is out of date and harmless.
         workspace_bytes: room needed beside the blocks.
+        base: where the unit reads frozen parameters that trials share; None if it shares none, or if the model is not cut.
     """
 
     kind: str
@@ -57,6 +59,7 @@ class UpcomingUnit:
     seconds: float
     blocks: Callable[[], list[Block]]
     workspace_bytes: int
+    base: SharedPlace | None = None
 
 
 def nothing_known() -> list[UpcomingUnit]:
@@ -74,7 +77,7 @@ class PendingUnit:
         seconds: expected seconds.
         run: runs the unit on a device's worker; returns seconds spent waiting for bytes and for other trials' code.
         times: record of the measured seconds, under `key`.
-        blocks, workspace_bytes: as of `UpcomingUnit`.
+        blocks, workspace_bytes, base: as of `UpcomingUnit`.
         following: returns the next units of the trial, in order and as far as known: an update of the shard, run along
             with the unit, and the next unit.
     """
@@ -88,6 +91,7 @@ class PendingUnit:
     blocks: Callable[[], list[Block]] = list
     workspace_bytes: int = 0
     following: Callable[[], list[UpcomingUnit]] = nothing_known
+    base: SharedPlace | None = None
 
 
 def unit_times(prepared: PreparedPlan, accumulate: int = 1, name: str | None = None) -> UnitTimes:
@@ -191,6 +195,7 @@ class BatchUnits:
             blocks=blocks,
             workspace_bytes=workspace,
             following=following or partial(self._following, kind, index),
+            base=self._base(index),
         )
 
     def _following(self, kind: str, index: int) -> list[UpcomingUnit]:
@@ -206,6 +211,7 @@ class BatchUnits:
             seconds=self._times.of((kind, index)),
             blocks=partial(self._blocks, kind, index),
             workspace_bytes=self._workspace(kind, index),
+            base=self._base(index),
         )
 
     def _expected_batch(self, kind: str) -> UpcomingUnit:
@@ -216,7 +222,12 @@ class BatchUnits:
             seconds=self._times.of((kind, 0)),
             blocks=lambda: self._state.blocks(self._plan.shards[0].graph.state),
             workspace_bytes=self._workspace(kind, 0),
+            base=self._base(0),
         )
+
+    def _base(self, index: int) -> SharedPlace | None:
+        # The bases of whole models are on the device or not, whichever trial is next.
+        return self._state.shared.place(self._plan.shards[index].graph.state) if len(self._plan.shards) > 1 else None
 
     def _workspace(self, kind: str, index: int) -> int:
         return _workspace(self._plan.shards[index].cost, backward=kind == "backward", recompute=False)

@@ -11,6 +11,7 @@ computes on host tensors, the user's own code reads the mapping, and the copy on
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,6 +19,13 @@ from hydra_tune.errors import TaskError
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.shared.shared_block import SharedBlockHandle
 from hydra_tune.memory.shared.shared_file import SharedFile, SharedTensor, shared_source
+
+
+class SharedPlace(NamedTuple):
+    """A place in a shared file: the name of the file, and bytes before the place."""
+
+    base: str
+    position: int
 
 
 class SharedTensors:
@@ -67,6 +75,12 @@ class SharedTensors:
         # A copy: a prefetch asks from another thread while a parameter may cease to be shared.
         handles = dict(self._handles)
         return [handles[name] for name in names if name in handles]
+
+    def place(self, names: Iterable[str]) -> SharedPlace | None:
+        """Return the place of the first shared parameter among the names; None if none is shared."""
+        handles = dict(self._handles)
+        sources = (handles[name].source for name in names if name in handles)
+        return min((SharedPlace(source.file.name, source.file.offset(source.name)) for source in sources), default=None)
 
     def views(self, names: Iterable[str], pager: Pager) -> dict[str, Tensor]:
         """Return the shared parameters among the names as views of leased copies on a device."""

@@ -1,6 +1,7 @@
 """Sharded-LRTF: what is chosen on one device, and what the slack saves over a whole schedule."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -167,6 +168,119 @@ def test_a_device_goes_on_with_its_job_and_so_needs_room_for_one():
         commands = scheduler.handle(UnitFinished(run.job, HERE, run.unit.seconds, following, left[run.job]))
     assert len(ran) == 3 * 160
     assert sum(before != after for before, after in itertools.pairwise(ran)) < 3 * 160 / 16
+
+
+def based(steps, base="base", num_shards=4, reports=False):
+    """A trial on a frozen base, cut into shards; after each step it may run code that reads nothing of the base."""
+    units = [
+        Unit(kind=unit.kind, shard=unit.shard, seconds=unit.seconds, base=base, base_position=100 * unit.shard)
+        for unit in training(1, num_shards)
+    ]
+    resume = [Unit(kind="resume", shard=0, seconds=0.0)] if reports else []
+    return (units + resume) * steps
+
+
+class OneDevice:
+    """A scheduler with a device, and what the units there read: the base and the place, one after the other."""
+
+    def __init__(self, jobs, late=()):
+        self.left, self.ran, self.read = {job: list(units) for job, units in jobs.items()}, [], []
+        self.scheduler = Scheduler(policy=ShardedLRTF(), max_concurrent=99)
+        self.scheduler.handle(DeviceAdded(device=HERE))
+        self.commands = []
+        for job in jobs:
+            if job not in late:
+                self.submit(job)
+
+    def submit(self, job):
+        self.commands += self.scheduler.handle(JobSubmitted(job=job))
+        admit = next(command for command in self.commands if command.job == job)
+        self.commands.remove(admit)
+        self.commands += self.scheduler.handle(
+            JobAdmitted(job=job, unit=self.left[job][0], remaining_seconds=self.seconds(job), step_seconds=12.0)
+        )
+
+    def seconds(self, job):
+        return sum(unit.seconds for unit in self.left[job])
+
+    def run(self, most=None):
+        while self.commands and (most is None or len(self.ran) < most):
+            (run,) = self.commands
+            self.left[run.job].pop(0)
+            self.ran.append(run.job)
+            if run.unit.base is not None:
+                self.read.append((run.unit.base, run.unit.base_position))
+            following = self.left[run.job][0] if self.left[run.job] else None
+            finished = UnitFinished(run.job, HERE, run.unit.seconds, following, self.seconds(run.job))
+            self.commands = self.scheduler.handle(finished)
+
+    @property
+    def changes(self):
+        """How often the device reads another place than before."""
+        return 1 + sum(before != after for before, after in itertools.pairwise(self.read))
+
+
+@pytest.mark.parametrize("reports", [False, True])
+@pytest.mark.parametrize("num_jobs", [1, 2, 8])
+def test_jobs_on_one_base_read_it_together(num_jobs, reports):
+    device = OneDevice({f"job{index}": based(steps=10, reports=reports) for index in range(num_jobs)})
+    device.run()
+    # A step reads four places forward and then backward; at both turns the place stays the same.
+    assert device.changes == 10 * 6 + 1, "as often as one job alone"
+
+
+def test_jobs_of_different_lengths_read_a_base_as_often_as_the_longest_alone():
+    device = OneDevice({job: based(steps) for job, steps in (("a", 3), ("b", 11), ("c", 7), ("d", 10))})
+    device.run()
+    assert device.changes <= 11 * 6 + 1 + 2 * 6
+
+
+@pytest.mark.parametrize("begun", [1, 3, 5, 12])
+def test_a_job_that_comes_later_joins_where_the_others_pass(begun):
+    device = OneDevice({job: based(steps=10) for job in "abcd"}, late="d")
+    device.run(most=3 * 8 + begun)
+    device.submit("d")
+    device.run()
+    assert device.changes <= 12 * 6 + 1
+    assert device.ran.index("d") <= 3 * 8 + begun + 3 * 8, "within a step of the others"
+
+
+def test_jobs_whose_cuts_differ_a_little_go_together_as_well():
+    """With other ranks of adapters, other shards fit: their places are near, not the same."""
+    jobs = {job: based(steps=6) for job in "abcd"}
+    for index, units in enumerate(jobs.values()):
+        units[:] = [replace(unit, base_position=unit.base_position + index) for unit in units]
+    device = OneDevice(jobs)
+    device.run()
+    near = [position // 100 for _, position in device.read]
+    assert 1 + sum(before != after for before, after in itertools.pairwise(near)) == 6 * 6 + 1
+
+
+def test_two_bases_and_a_job_without_one_are_served_by_length():
+    jobs = {f"{base}{index}": based(12, base) for base in "xy" for index in range(4)} | {"z": training(steps=12)}
+    device = OneDevice(jobs)
+    device.run()
+    bases = [base for base, _ in device.read]
+    changes = sum(before != after for before, after in itertools.pairwise(bases))
+    assert 2 <= changes <= 2 * 12, "neither waits for the other's end, and each goes on for some units"
+    ends = [len(device.ran) - device.ran[::-1].index(job) for job in jobs]
+    assert min(ends) > len(device.ran) * 0.7, "the longest goes first, so equal jobs end together"
+
+
+def test_a_longer_job_takes_the_device_from_a_wavefront():
+    short = view("a", 10.0, step_seconds=1.0, turn=2, last=HERE)._replace(
+        unit=based(1)[1], last_on_base=based(1)[0], step_seconds=2.0
+    )
+    other = short._replace(job="b", order=2, turn=1, unit=based(1)[0])
+    assert ShardedLRTF().choose(HERE, [short, other, view("c", 14.0, step_seconds=2.0)]).job == "b"
+    assert ShardedLRTF().choose(HERE, [short, other, view("c", 14.1, step_seconds=2.0)]).job == "c"
+
+
+def test_a_job_of_another_device_is_taken_over_last():
+    mine = view("a", 10.0, turn=2, last=HERE)._replace(unit=based(1)[3], last_on_base=based(1)[0])
+    theirs = view("b", 10.0, turn=1, last=THERE)._replace(unit=based(1)[0], last_on_base=based(1)[0])
+    assert ShardedLRTF().choose(HERE, [mine, theirs]).job == "a"
+    assert ShardedLRTF().choose(THERE, [mine, theirs]).job == "b"
 
 
 def test_a_lone_job_stays_where_it_is_whatever_else_is_idle():
