@@ -135,8 +135,8 @@ REFUSED = {
     "eval_do_concat_batches": "leave it at True",
     "include_for_metrics": "compute the metrics from predictions and labels",
     "batch_eval_metrics": "compute the metrics from all predictions",
-    "load_best_model_at_end": "keep the best trials with keep_best= of the study; result='best' gives a task the value of its "
-    "best report",
+    "load_best_model_at_end": "leave it out, with save_strategy='no': EarlyStoppingCallback works without; for the weights of "
+    "the best report see the page 'Compute metrics' of the documentation; keep_best= of a study keeps the best trials",
     "restore_callback_states_from_checkpoint": "let the pool resume trials, HydraExecutor(checkpoint_dir=...)",
     "resume_from_checkpoint": "let the pool resume trials, HydraExecutor(checkpoint_dir=...)",
     "enable_jit_checkpoint": "let the pool save trials, HydraExecutor(checkpoint_dir=...)",

@@ -98,7 +98,7 @@ def test_a_cell_shows_the_pool_at_work_and_keeps_its_last_state(run):
     assert printed == "before\nwithin\nafter ['completed', 'completed']\n"  # and no warning on standard error
     (last,) = shown  # it was shown once, and updated in its place
     text = last["data"]["text/plain"]
-    assert text.splitlines()[1].startswith("2 trials  2 done  0 pruned  0 failed  0 in flight")
+    assert text.splitlines()[1].startswith("2 ended  2 done  0 pruned  0 failed  0 in flight")
     assert "<pre" in last["data"]["text/html"]
     assert len(updates) >= 2
     assert any("job 0 running" in update for update in updates)

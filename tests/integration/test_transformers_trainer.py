@@ -192,7 +192,9 @@ def test_fused_trials_are_close(tmp_path, kind):
         assert result.group_size == 2
         weights, reports, _ = trained(make)
         for name, value in result.state_dict().items():
-            assert torch.allclose(value, weights[name], atol=1e-4), name
+            # The loss of a choice does not depend on this bias, so Adam steps by the sign of a gradient of rounding errors.
+            if kind != "multiple choice" or name != "classifier.bias":
+                assert torch.allclose(value, weights[name], atol=1e-4), name
         assert math.isclose(result.metrics["val_loss"], reports[-1]["eval_loss"], rel_tol=1e-4)
 
 
@@ -390,7 +392,7 @@ REFUSALS = {
     ),
     "saving": ({"save_strategy": "epoch"}, "save_strategy='epoch': set save_strategy='no'.*checkpoint_dir"),
     "the best model": (
-        {"load_best_model_at_end": True, "save_strategy": "epoch"}, "load_best_model_at_end=True: keep the best trials"
+        {"load_best_model_at_end": True, "save_strategy": "epoch"}, "load_best_model_at_end=True: leave it out"
     ),
     "recomputation": ({"activation_checkpointing": True}, "activation_checkpointing=True: leave it out; the pool recomputes"),
     "noise": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: leave it out"),
