@@ -395,8 +395,10 @@ class PlanLibrary:
         # Cached and lazy: an estimate runs the forward of every shard on fake tensors.
         estimates = functools.cache(lambda: estimated_seconds(pilot, plan, kept))
         wanted, activation_choice = self._with_activations(request, plan, kept, estimates, room)
-        # A choice to be made anew may end in either plan, so both are verified. Else a step of the chosen plan is enough.
-        needs_both = activation_choice is not None or self.budget.checks_sample
+        # A choice to be made anew may end in either plan, so both are verified. So are both with code of the user's inside:
+        # where memory runs out, a unit that kept its activations computes them again, and such code may count its calls.
+        may_count = any(shard.graph.reads_state for shard in plan.shards) or bool(opaque_calls(captured.module))
+        needs_both = activation_choice is not None or self.budget.checks_sample or may_count
         seconds: UnitSeconds | None
         kept_seconds: UnitSeconds | None
         if is_checked:

@@ -405,6 +405,46 @@ def test_who_waits_for_the_library_inside_the_gate_lets_a_capture_by():
             assert future.result(PATIENCE_SECONDS)
 
 
+class Doubled(torch.autograd.Function):
+    """Code of the user's that a graph calls, and that may count its calls."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+@pytest.mark.parametrize(("middle", "needs_both"), [(torch.relu, False), (Doubled.apply, True)])
+def test_only_the_chosen_plan_is_checked_unless_code_of_the_users_runs_in_it(middle, needs_both, monkeypatch):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = middle(layer(x))
+            return x
+
+    asked = []
+    real = library_module.verify
+
+    def verify(*arguments, **options):
+        seconds = real(*arguments, **options)
+        asked.append((options["needs_both"], [each is not None for each in seconds]))
+        return seconds
+
+    monkeypatch.setattr(library_module, "verify", verify)
+    task = task_of(Model(), step=lambda module, batch: module(batch[0]).square().mean(), activations="keep")
+    found = prepare(library(num_shards=3), task)
+    assert any(shard.keeps_activations for shard in found.plan.shards) or needs_both
+    assert asked[0][0] is needs_both
+    assert asked[0][1][0] is needs_both, "the plan that computes again"
+
+
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_a_check_of_a_step_keeps_trials_out_that_may_change_what_the_step_reads(is_shared, monkeypatch):
     """Their changes would be put back, and taken for the step's own."""
