@@ -170,7 +170,7 @@ def _matplotlib() -> Any:
     try:
         import matplotlib as mpl  # noqa: PLC0415 - takes half a second, for one command
     except ImportError as error:
-        raise ConfigError("a plot needs matplotlib; install it with: pip install 'hydra-tune[plot]'") from error
+        raise ConfigError("a plot needs matplotlib; install it with: pip install matplotlib") from error
     mpl.use("agg")  # no display
     return optuna.visualization.matplotlib
 

@@ -61,6 +61,53 @@ def test_a_resumed_loop_has_the_counts_of_each_of_its_optimizers(tmp_path, caplo
     assert "in no checkpoint" not in caplog.text
 
 
+class Average:
+    """State of the user's own."""
+
+    def __init__(self):
+        self.value = 0.0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_variables_with_a_state_that_is_not_registered_are_named_once(registers, tmp_path, caplog):
+    def step(scheduler, loop):
+        average = Average()  # of a function that the loop calls
+        scheduler.step()
+        loop.step()
+        del average
+
+    def fn(loop):
+        model, teacher, criterion = nn.Linear(4, 1), nn.Linear(4, 1).requires_grad_(False), nn.MSELoss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        warm = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm], milestones=[])
+        ema, kind = Average(), Average
+        loop.register(model, optimizer, *([scheduler, ema] if registers else []))
+        for number in range(3):
+            x = torch.randn(8, 4)
+            criterion(model(x), teacher(x)).backward()
+            optimizer.step()
+            loop.report(kind().value, step=number)
+            step(scheduler, loop)
+
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path) as pool:
+        assert pool.loop(fn, "own").result().status == "completed"
+    (message,) = [record.getMessage() for record in caplog.records if "does not register" in record.getMessage()]
+    left_out = "'average'" if registers else "'scheduler', 'average', 'warm', 'ema'"
+    assert message.startswith(f"own does not register {left_out}, whose state changes are not saved")
+    caplog.clear()
+    with HydraExecutor(devices="cpu:1") as pool:
+        pool.loop(fn).result()
+    train_plain(LoopTask(fn))
+    assert "does not register" not in caplog.text, "nothing is saved"
+
+
 def test_a_parameter_of_two_optimizers_trains_and_is_in_no_checkpoint(tmp_path):
     def fn(loop):
         model = nn.Linear(4, 1)

@@ -18,7 +18,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.saved: list[CheckpointContent] = []
-        self.every_steps = 1
+        self.every_steps, self.path = 1, None
 
     def begins(self, python_state) -> None:
         """A trial by hand begins again with functions of its own."""

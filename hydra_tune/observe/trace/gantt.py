@@ -83,7 +83,7 @@ def draw(chart: GanttChart, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError("a plot needs matplotlib; install it with: pip install 'hydra-tune[plot]'") from error
+        raise ConfigError("a plot needs matplotlib; install it with: pip install matplotlib") from error
     # A figure with its own canvas, without pyplot: no global state, no display, and any thread may draw.
     figure = Figure(figsize=(12, 1.5 + chart.row_inches * len(chart.rows)), layout="constrained")
     FigureCanvasAgg(figure)

@@ -6,6 +6,7 @@ a copy is due.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -83,6 +84,10 @@ class SnapshotSource(Protocol):
 
 class SnapshotSaver(Protocol):
     """Interface of the part that saves a trial."""
+
+    @property
+    def path(self) -> Path | None:
+        """Folder of the trial's checkpoints; None if states are only copied in memory."""
 
     @property
     def every_steps(self) -> int | None:

@@ -4,6 +4,7 @@
 pool; each is the loop's `LoopHost`.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +15,7 @@ from torch import Tensor
 from hydra_tune.errors import MetricError, TaskError
 from hydra_tune.loop_task import LoopTask
 from hydra_tune.task import check_positive, check_reported, number_of
-from hydra_tune.train.own_loop.registered import Registered
+from hydra_tune.train.own_loop.registered import Registered, left_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,13 @@ class LoopHost(Protocol):
     @property
     def num_steps(self) -> int:
         """Calls of `step()` done, before the loop was interrupted included."""
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the loop has checkpoints."""
+
+    def warn_of_left_out(self, names: list[str]) -> None:
+        """Warn of variables of the loop with a state that it has not registered."""
 
     def check_caller(self) -> None:
         """Refuse a call of another thread than the loop's.
@@ -109,6 +117,7 @@ class Loop:
             check_positive("steps", steps)
         self._host.take(Registered.of(objects), steps or self._task.steps)
         self._is_registered, self._start_step = True, self._host.num_steps
+        self._registered: tuple[object, ...] | None = objects if self._host.is_saved else None
 
     def step(self, *, may_resume: bool = True) -> None:
         """End a unit: deliver the reports since the last, give the device back, and wait for the next unit.
@@ -125,6 +134,11 @@ class Loop:
             LoopEnded: the trial has been pruned or cancelled; let it pass.
         """
         self._check("loop.step()")
+        if self._registered is not None:
+            caller = sys._getframe(1)  # noqa: SLF001 - as documented, for the caller's variables
+            if names := left_out(caller, self._registered):
+                self._host.warn_of_left_out(names)
+            self._registered = None
         reports, self._reports = self._reports, []
         self._host.end_unit(reports, may_resume=may_resume)
 

@@ -87,6 +87,20 @@ class LoopTrial(OwnCodeTrial):
         return self.progress.steps
 
     @property
+    def is_saved(self) -> bool:
+        """As of `LoopHost`."""
+        return self._keeper is not None and self._keeper.path is not None
+
+    def warn_of_left_out(self, names: list[str]) -> None:
+        """As of `LoopHost`."""
+        _LOGGER.warning(
+            "%s does not register %s, whose state changes are not saved: where it resumes, the function makes new ones; add "
+            "them to loop.register() if the rest of the loop depends on them",
+            self._name,
+            ", ".join(map(repr, names)),
+        )
+
+    @property
     def own_thread(self) -> threading.Thread | None:
         """As of `Trial`."""
         return self._thread.thread

@@ -26,10 +26,12 @@ class PlainLoop:
         device: the loop's device.
 
     Attributes:
-        device, num_steps: as of `LoopHost`.
+        device, num_steps, is_saved: as of `LoopHost`.
         module, optimizer: what the loop has registered, as of `Registered`.
         history: the reports so far, as in a result.
     """
+
+    is_saved = False
 
     def __init__(self, report: Callable[[int, dict[str, float]], bool | None] | None, device: torch.device) -> None:
         self.device, self.num_steps = device, 0
@@ -52,6 +54,9 @@ class PlainLoop:
             if not self._is_pruned:
                 raise
         return "pruned" if self._is_pruned else "completed"
+
+    def warn_of_left_out(self, names: list[str]) -> None:
+        """As of `LoopHost`: nothing is saved."""
 
     def check_caller(self) -> None:
         """As of `LoopHost`."""

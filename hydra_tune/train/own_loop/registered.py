@@ -3,12 +3,48 @@
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hydra_tune.errors import TaskError
+
+
+def left_out(frame: FrameType | None, registered: Sequence[object]) -> list[str]:
+    """Return the names of variables with a state that is not registered, and so is not saved.
+
+    Args:
+        frame: frame of the user's code; its callers are looked at too, up to the code of this package.
+        registered: the registered objects.
+    """
+    known = {id(each) for each in registered}
+    for each in registered:
+        if isinstance(each, nn.Module):
+            known.update(map(id, each.modules()))
+        # Such as the parts of a `SequentialLR`, which are in its state.
+        for value in vars(each).values() if hasattr(each, "__dict__") else ():
+            known.update(map(id, value) if isinstance(value, list | tuple) else {id(value)})
+    names = []
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] != "hydra_tune":
+        for name, value in frame.f_locals.items():
+            if id(value) not in known and _has_state(value):
+                names.append(name)
+                known.add(id(value))
+        frame = frame.f_back
+    return names
+
+
+def _has_state(value: object) -> bool:
+    if isinstance(value, type) or not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        return False
+    if isinstance(value, nn.Module) and not any(parameter.requires_grad for parameter in value.parameters()):
+        return False  # a loss, a metric, or a frozen model
+    try:
+        return bool(value.state_dict())
+    except Exception:  # noqa: BLE001 - code of the user's, asked for a warning only
+        return False
 
 
 class _JointState(MutableMapping[Any, Any]):

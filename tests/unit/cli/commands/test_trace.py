@@ -85,7 +85,7 @@ def test_without_matplotlib_a_picture_is_refused_with_what_helps(log, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     result = call(log, "--plot", log.parent / "x.png")
     assert result.exit_code == 2
-    assert result.stderr == "a plot needs matplotlib; install it with: pip install 'hydra-tune[plot]'\n"
+    assert result.stderr == "a plot needs matplotlib; install it with: pip install matplotlib\n"
     assert call(log).exit_code == 0, "everything else goes without"
 
 
