@@ -58,7 +58,7 @@ def test_the_smallest_budget_works_and_a_little_less_does_not(benches, name):
     """By a plain bisection: where memory does not grow with the nodes, fewer candidates may miss a smaller budget."""
     made = benches[name]
     need = made.partitioner(1 << 40, kind=Bisection).smallest_budget()
-    assert max(peaks(made, made.partition(need))) <= need
+    assert max(peaks(made, made.partitioner(need, kind=Bisection).partition())) <= need
     with pytest.raises(BudgetError):
         made.partitioner(need - need // 200, kind=Bisection).partition()
 
