@@ -1,10 +1,11 @@
 """The loaders of a training: from arguments, a datamodule or the module itself.
 
 The pool draws from copies of a `DataLoader`, so the loader itself is the task's data. Only for a step that reads its
-`batch_idx`, a `NumberedLoader` gives each batch with its number.
+`batch_idx`, a `NumberedLoader` gives each batch with its number, and a loader with a generator becomes a `LimitedLoader`.
 """
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,17 +17,22 @@ from hydra_tune_lightning.errors import RefusedModuleError
 from hydra_tune_lightning.streams import StreamState
 
 
-class NumberedLoader(DataLoader[Any]):
+class LimitedLoader(DataLoader[Any]):
+    """Ends a pass at its length without asking for a further batch, as Lightning does.
+
+    A sampler with a generator draws once more when it is asked beyond its last batch, and the next pass is another.
+    """
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # no iterator class of torch
+        # Torch's own iterator at once, which draws a number.
+        return itertools.islice(super().__iter__(), len(self))
+
+
+class NumberedLoader(LimitedLoader):
     """Gives each batch of a pass with its number, from 0."""
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator
-        # Torch's own iterator at once, which draws a number.
-        return self._numbered(super().__iter__())
-
-    @staticmethod
-    def _numbered(batches: Iterator[Any]) -> Iterator[tuple[Any, int]]:
-        for number, batch in enumerate(batches):
-            yield batch, number
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # as above
+        return ((batch, number) for number, batch in enumerate(super().__iter__()))
 
 
 def source_of(name: str, given: Any, datamodule: Any, module: Any) -> Any:
@@ -67,13 +73,13 @@ def loader_from(source: Any, name: str, *, is_numbered: bool) -> DataLoader[Any]
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(hasattr(sampler, "set_epoch") for sampler in samplers):
         raise RefusedModuleError([f"{name} has a sampler with set_epoch(): let the sampler count its passes itself"])
-    if not is_numbered:
+    has_generator = any(getattr(each, "generator", None) is not None for each in (loader, *samplers))
+    if not is_numbered and not has_generator:
         return loader
     if type(loader) is not DataLoader:
+        why = "a step reads batch_idx" if is_numbered else "a loader has a generator of its own"
         kind = type(loader).__name__
-        raise RefusedModuleError(
-            [f"a step reads batch_idx, and {name} gives {kind}: give a torch.utils.data.DataLoader"]
-        )
-    numbered = copy.copy(loader)
-    numbered.__class__ = NumberedLoader
-    return numbered
+        raise RefusedModuleError([f"{why}, and {name} gives {kind}: give a torch.utils.data.DataLoader"])
+    changed = copy.copy(loader)
+    changed.__class__ = NumberedLoader if is_numbered else LimitedLoader
+    return changed

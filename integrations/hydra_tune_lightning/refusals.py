@@ -74,7 +74,9 @@ def refusals(module: LightningModule) -> Iterator[str]:
     if not module.automatic_optimization:
         yield "manual optimization (automatic_optimization=False): return the loss, and leave the rest to the pool"
     for name, owner in overridden(module, LightningModule):
-        if name not in CALLED | WITHOUT_EFFECT and not does_nothing(getattr(module, name)):
+        # A step left out, as by an `lr_scheduler_step` that does nothing, is a change as well.
+        is_idle = does_nothing(getattr(module, name)) and does_nothing(getattr(LightningModule, name))
+        if name not in CALLED | WITHOUT_EFFECT and not is_idle:
             yield f"{owner} overrides {name}, which the pool would not call: {_REMEDIES.get(name, 'leave it out')}"
     for name in ("training_epoch_end", "validation_epoch_end"):
         if callable(getattr(module, name, None)):

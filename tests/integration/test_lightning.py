@@ -59,6 +59,15 @@ from tests.support.lightning_modules import (
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
+def generated():
+    """Batches of a loader whose last one is full, or dropped, and whose sampler has a generator of its own."""
+    generator = torch.Generator().manual_seed(3)
+    return [
+        DataLoader(samples(38, 1), 5, shuffle=True, drop_last=True, generator=generator),
+        DataLoader(samples(20, 2), 5),
+    ]
+
+
 def classifier(**arguments):
     return lambda: Classifier(**arguments)
 
@@ -98,6 +107,11 @@ CASES = {
     },
     "a hook after the validation": {"make": ValidationEnd, "num_sanity_val_steps": 2},
     "sanity steps": {"make": classifier(dropout=0.3), "num_sanity_val_steps": 2},
+    "a loader with a generator, whose passes are not exhausted": {
+        "make": classifier(),
+        "loaders": generated,
+        "max_epochs": 3,
+    },
 }
 SEED = 3
 # Torch casts the weight anew for each use, and a cut model once.
@@ -647,6 +661,14 @@ def test_a_hook_may_read_what_stays():
             self.losses.clear()
 
     assert train_plain(task_from_lightning(Staying, max_epochs=2)).metrics["val_loss"] == 9.0
+
+
+def test_a_step_of_the_training_that_is_left_out_is_refused_as_one_that_is_changed():
+    def idle(self, scheduler, metric):
+        """Do nothing."""
+
+    with pytest.raises(RefusedModuleError, match="Own overrides lr_scheduler_step, which the pool would not call"):
+        task_from_lightning(type("Own", (Autoencoder,), {"lr_scheduler_step": idle}), max_epochs=1)
 
 
 def test_hooks_without_code_and_names_that_lightning_has_removed():

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hydra_tune.errors import BudgetError, CaptureError, MetricError
+from hydra_tune.errors import BudgetError, CaptureError, MetricError, TaskError
 from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.precision import eager_autocast
@@ -72,12 +72,20 @@ class EagerStep:
 
         Raises:
             MetricError: the results have other names than those of the first batch.
+            TaskError: the step has thawed a parameter, which the plan does not update.
         """
+        parameters = dict(self._call[1].named_parameters()) if self._call[2] == "train" else {}
+        frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
         device_type = arguments[0].device.type if arguments else "cpu"
         with eager_autocast(self._call[0].precision, device_type):
             # The trial sets the mode, once a pass: a step may leave modules in another mode for the next step.
             step = step_module(*self._call, sets_mode=False)
             results = step(self._rebuild(arguments[self._num_state :]))
+        if thawed := [name for name in frozen if parameters[name].requires_grad]:
+            raise TaskError(
+                f"the step sets requires_grad of {thawed[0]!r}, which a model that does not fit as it is updates from the next "
+                "step on; call requires_grad_() between steps, as in scheduler= of the task"
+            )
         if results.keys() != set(self._names):
             raise MetricError(
                 f"evaluate= returned {', '.join(sorted(results))} for a batch, and {', '.join(sorted(self._names))} for the "

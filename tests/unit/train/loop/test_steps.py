@@ -322,6 +322,24 @@ def test_a_model_that_has_to_be_cut_trains_with_every_length(caplog):
     assert "the step (train) is captured for the 9th shape" in warnings[0]
 
 
+def test_a_step_that_thaws_what_it_has_frozen_fails_by_name_where_the_model_is_cut():
+    """The step runs as it is, in a model whose state is cut, and the optimizer's step leaves out what was frozen before."""
+
+    def step(module, batch):
+        x, y, number = batch
+        module[0].requires_grad_(number % 2 == 0)
+        return functional.cross_entropy(module(x), y)
+
+    described = task(
+        step=step, train=lambda: [(X[:8], Y[:8], number) for number in range(4)], batch_size=None, loss=None
+    )
+    with HydraExecutor("cpu:1") as pool:
+        assert against_plain(described, pool.run([described])[0]) == []
+    with HydraExecutor("cpu:1", num_shards=2) as pool:
+        (result,) = pool.run([described], on_error="return")
+    assert "the step sets requires_grad of '0.weight'" in str(result.error)
+
+
 class Tempered(nn.Module):
     """Divides by a temperature that is no buffer."""
 
