@@ -89,36 +89,39 @@ def verify(
         second_batch = batches.copied(batch)
         with running():
             second_eager = run_eager(task, twin, plan.mode, second_batch, begins=False)
-        rewind()
 
-        def checked_seconds(of: ShardPlan) -> UnitSeconds:
+        def checked(other: ShardPlan) -> UnitSeconds:
+            rewind()
             tensors = batches.flatten(batches.copied(batch)).tensors
             with running():
-                planned, seconds = run_plan(twin, of, tensors)
+                planned, seconds = run_plan(twin, other, tensors)
             _check(eager, second_eager, planned, guards, is_same)
-            rewind()
             return seconds
 
-        # Whatever the error of a plan that keeps activations, recomputing is always right.
-        if kept is not None and not needs_both:
-            with suppress(Exception):
-                return None, checked_seconds(kept)
-            rewind()
-        seconds = checked_seconds(plan)
-        if kept is not None and needs_both:
-            with suppress(Exception):
-                return seconds, checked_seconds(kept)
+        found = _either(checked, plan, kept, needs_both=needs_both)
     except Exception:
         # The step runs whole then, and has yet to draw the numbers that a function with a cache has drawn here.
         state.restore_caches()
         raise
     else:
-        return seconds, None
+        return found
     finally:
         torch.set_rng_state(random_state)
         # The capture has put back all that Python code changes; but it runs in-place operators on stand-ins. Tensors
         # without values, which a step may have left in an object, must not stay there.
         state.restore(only_tensors=numbering is None)
+
+
+def _either(
+    checked: Callable[[ShardPlan], UnitSeconds], plan: ShardPlan, kept: ShardPlan | None, *, needs_both: bool
+) -> tuple[UnitSeconds | None, UnitSeconds | None]:
+    """Check a plan, or the plan that keeps activations, or both; arguments and result as of `verify`."""
+    seconds = checked(plan) if kept is None or needs_both else None
+    if kept is not None:
+        # Whatever the error of a plan that keeps activations, recomputing is always right.
+        with suppress(Exception):
+            return seconds, checked(kept)
+    return checked(plan) if seconds is None else seconds, None
 
 
 def _differ(before: tuple[str, list[Any]], after: tuple[str, list[Any]]) -> bool:
