@@ -46,6 +46,7 @@ class EagerStep:
         leaves: geometry of the batch.
         num_state: number of tensors of the state, which come first among the arguments.
         names: names of the results, as of the first batch.
+        trained: names of the parameters that the plan updates.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class EagerStep:
         leaves: batches.BatchLeaves,
         num_state: int,
         names: tuple[str, ...],
+        trained: tuple[str, ...],
     ) -> None:
         self._call, self._names = (task, model, mode), names
+        self._trained = frozenset(trained)
         # The plan outlives the batch, so the step keeps the structure of the batch and no tensor.
         self._rebuild = leaves.without_tensors().rebuild
         self._num_state = num_state
@@ -75,13 +78,13 @@ class EagerStep:
             TaskError: the step has thawed a parameter, which the plan does not update.
         """
         parameters = dict(self._call[1].named_parameters()) if self._call[2] == "train" else {}
-        frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+        left_out = [name for name, p in parameters.items() if not p.requires_grad and name not in self._trained]
         device_type = arguments[0].device.type if arguments else "cpu"
         with eager_autocast(self._call[0].precision, device_type):
             # The trial sets the mode, once a pass: a step may leave modules in another mode for the next step.
             step = step_module(*self._call, sets_mode=False)
             results = step(self._rebuild(arguments[self._num_state :]))
-        if thawed := [name for name in frozen if parameters[name].requires_grad]:
+        if thawed := [name for name in left_out if parameters[name].requires_grad]:
             raise TaskError(
                 f"the step sets requires_grad of {thawed[0]!r}, which a model that does not fit as it is updates from the next "
                 "step on; call requires_grad_() between steps, as in scheduler= of the task"
@@ -140,7 +143,7 @@ def whole_plan(
     if cost.peak_bytes > budget_bytes:
         cost = _spilled(pilot, cost, cost_of, budget_bytes, reason)
     shard = Shard(
-        graph=_graph(EagerStep(task, model, mode, leaves, len(specs), names), tuple(specs), leaves, names),
+        graph=_graph(EagerStep(task, model, mode, leaves, len(specs), names, trained), tuple(specs), leaves, names),
         cost=cost,
         needs_gradient=frozenset(),
         gradient_outputs=names if training else (),

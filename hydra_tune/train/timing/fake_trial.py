@@ -190,7 +190,7 @@ def _plan(plan: ShardPlan, task: TrainTask, twin: nn.Module, leaves: BatchLeaves
         module: Any = shard.graph.module
         if isinstance(module, EagerStep):
             twin.train(plan.mode == "train")
-            module = EagerStep(task, twin, plan.mode, leaves, len(shard.graph.state), plan.names)
+            module = EagerStep(task, twin, plan.mode, leaves, len(shard.graph.state), plan.names, shard.trained)
         # Fakes hold no numbers, so draws would only move the streams.
         shards.append(replace(shard, graph=replace(shard.graph, module=module, stochastic=False)))
     constants = {name: _like(tensor) for name, tensor in plan.constants.items()}
