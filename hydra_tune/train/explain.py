@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from hydra_tune.errors import HydraTuneError, TaskError, first_line
-from hydra_tune.shard.capture.step_capture import user_line
+from hydra_tune.shard.capture.step_capture import is_user_file, user_line
 
 _DEVICE = (
     "the task asks for a GPU, and torch finds none here; leave .to('cuda'), .cuda() and device='cuda' out: the pool puts "
@@ -54,9 +54,18 @@ _ALL = (
 
 
 def explained(error: BaseException | None) -> BaseException | None:
-    """Return an error with a remedy, caused by the given error, if the error is of a known kind; else the error itself."""
+    """Return an error with a remedy, caused by the given error, if the error is of a known kind; else the error itself.
+
+    The traceback of an error of the user's code begins at the user's first frame: the frames above say how a pool runs a
+    unit, and hid the user's own lines. An error without a frame of the user's keeps all frames.
+    """
     if error is None or isinstance(error, HydraTuneError):
         return error
+    first = error.__traceback__
+    while first is not None and not is_user_file(first.tb_frame.f_code.co_filename):
+        first = first.tb_next
+    if first is not None:
+        error.__traceback__ = first
     explanation = next(
         (candidate for candidate in _ALL if isinstance(error, candidate.kind) and candidate.text.search(str(error))),
         None,

@@ -417,7 +417,8 @@ def test_brute_force_visits_each_point_of_a_conditional_space_once(strict, kind)
 def test_pruned_trials_make_room_for_others(pruner, pool):
     study = make_study(pool, pruner=pruner, sampler=optuna.samplers.TPESampler(seed=1))
 
-    study.optimize(lambda trial: small_task(trial.suggest_float("rate", 0.001, 0.3, log=True), epochs=6), n_trials=24)
+    # Each trial is worse than all before, so that some are pruned in whatever order the trials end.
+    study.optimize(lambda trial: metrics_task(*[trial.suggest_float("rate", 1, 2) + trial.number] * 6), n_trials=24)
 
     assert {"COMPLETE", "PRUNED"} == set(states(study))
     for trial in study.get_trials(states=(optuna.trial.TrialState.PRUNED,)):

@@ -158,19 +158,19 @@ def describe(error: BaseException) -> str:
 
 def user_line(error: BaseException) -> str | None:
     """Return `file:line: code` of the innermost frame outside torch and hydra_tune, or None."""
-    # Installed packages may lie below the folder of the standard library, and count as the user's code.
-    foreign = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename
-        and "/hydra_tune/" not in frame.filename
-        and not frame.filename.startswith("<frozen")
-        and not (frame.filename.startswith(_STDLIB) and "site-packages" not in frame.filename)
-    ]
+    foreign = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
     if not foreign:
         return None
     last = foreign[-1]
     return f"{last.filename}:{last.lineno}: {last.line}" if last.line else f"{last.filename}:{last.lineno}"
+
+
+def is_user_file(path: str) -> bool:
+    """Whether a frame of this file is neither of torch, nor of hydra_tune, nor of the standard library."""
+    if "/torch/" in path or "/hydra_tune/" in path or path.startswith("<frozen"):
+        return False
+    # Installed packages may lie below the folder of the standard library, and count as the user's code.
+    return not path.startswith(_STDLIB) or "site-packages" in path
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import logging
 import sqlite3
+import traceback
 from functools import partial
 from typing import Any
 
@@ -294,3 +295,19 @@ def test_a_trials_own_code_may_search_in_another_pool_that_captures():
     described = task(model=build)
     with running() as pool:
         assert against_plain(described, pool.submit(described).result(100)) == []
+
+
+def broken_step(module, batch):
+    raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("way", ["own code", "one shard", "plain"])
+def test_a_traceback_begins_at_the_users_own_code(way):
+    """The frames of a pool above the user's hid the user's own lines."""
+    error = error_of(way, task(step=broken_step, loss=None))
+    while error.__cause__ is not None:
+        error = error.__cause__
+    assert str(error) == "broken"
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    assert files[-1] == __file__
+    assert not any("/hydra_tune/" in path for path in files)
