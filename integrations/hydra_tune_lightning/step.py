@@ -1,8 +1,8 @@
 """The `training_step` and the `validation_step` of a `LightningModule`, as functions of a task.
 
-Both hold only options, so that a trial that is cut has little to compare before each step, and trials with equal steps
-may be fused. `epoch_values.py` makes metrics of what a validation has logged, and `train_logs.py` keeps what a training
-logs. `task.py` makes the functions.
+Both hold only options, so that a trial cut into shards has little to compare before each step, and trials with equal steps
+may be fused. `epoch_values.py` makes metrics of the values logged by a validation, and `train_logs.py` keeps the values
+logged by a training. `task.py` makes the functions.
 """
 
 import dis
@@ -70,7 +70,7 @@ def _loaded(code: Any) -> set[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _ModuleStep:
-    """The arguments that a step of a module is called with.
+    """The arguments for a step of a module.
 
     Args:
         options: options of the `Trainer`.
@@ -101,7 +101,7 @@ class LightningStep(_ModuleStep):
     watched: tuple[str, ...]
 
     def __call__(self, module: nn.Module, batch: Any) -> Tensor:
-        """Return the loss of a batch; of the values that the module logs, the `logs` are kept."""
+        """Return the loss of a batch; of the module's logged values, the `logs` are kept."""
         assert isinstance(module, LightningModule)
         arguments = self.arguments(batch)
         logged = StepLogs(arguments[0], () if self.logs is None else self.logs.names, self.watched)
@@ -129,7 +129,7 @@ class LightningEvaluation(_ModuleStep):
     has_end: bool
 
     def __call__(self, module: nn.Module, batch: Any) -> dict[str, Any]:
-        """Return the values that the module logs for a batch, and the states of the metrics that it logs."""
+        """Return the logged values of a batch, and the states of the logged metrics."""
         assert isinstance(module, LightningModule)
         arguments = self.arguments(batch)
         logged = StepLogs(arguments[0])
@@ -156,7 +156,7 @@ class LightningEvaluation(_ModuleStep):
 
 @dataclass(frozen=True)
 class LogsAlone:
-    """Evaluates nothing, where there is no validation, and reports what the training has logged.
+    """Evaluates nothing, where there is no validation, and reports the logged values of the training.
 
     Args:
         logs: keeps the values.

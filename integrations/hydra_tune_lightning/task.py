@@ -1,7 +1,7 @@
 """`task_from_lightning`: the training of a `LightningModule` as a `TrainTask`.
 
 The module is made once, read, and given up; the task keeps the options, the data and the factories. Read `_task_of`
-first, which names what becomes of each part: `data.py` for the batches, `step.py` for a step, `optimizer.py`,
+first, for the place of each part: `data.py` for the batches, `step.py` for a step, `optimizer.py`,
 `epoch_values.py`. `refusals.py` and `options.py` have everything that is refused. `save_checkpoint` is the way back.
 """
 
@@ -69,7 +69,7 @@ def task_from_lightning(
         datamodule: as for `fit`; `prepare_data` and `setup("fit")` are called once, here.
         train_dataloaders: as for `fit`; one `DataLoader`.
         val_dataloaders: as for `fit`; one `DataLoader`.
-        seed: seeds the trial's random streams; None: they go on from where those of the process are now, as after a
+        seed: seeds the trial's random streams; None: the streams go on from the present position of the process, as after a
             `seed_everything` and a `random_split` of a script.
         metric: the tuner's metric, as reported; default: the monitor of a `ReduceLROnPlateau` or of a callback, else
             `val_loss`, or `train_loss` without validation.

@@ -1,4 +1,4 @@
-"""The values that `training_step` logs, kept in tensors of the module, so that a model that is cut keeps them too.
+"""The logged values of `training_step`, kept in tensors of the module, so that a model cut into shards keeps the values too.
 
 `TrainLogs` gives a module a table with a row for each name, and room for the states of its metrics. Each step adds its
 values, by the operations of Lightning's collection of results; the first step of an epoch begins anew. An evaluation reads

@@ -1,4 +1,4 @@
-"""A stand-in for the `Trainer`, which a module's code finds as `self.trainer` and through which `self.log` works.
+"""A stand-in for the `Trainer`, found by a module's code as `self.trainer`; `self.log` works through the stand-in.
 
 The stand-in has the attributes whose values are right in every trial. Any other attribute is refused by name: a
 `self.current_epoch` without a trainer would be 0 for ever. `standing_in` attaches the stand-in while code of the module
@@ -41,7 +41,7 @@ _SAVED = ("_trainer", "_current_fx_name", "_metric_attributes", "_device")
 
 
 class TrainerStandIn:
-    """Answers questions for attributes, and refuses those whose answer the pool does not know.
+    """Answers questions for attributes, and refuses attributes unknown to the pool.
 
     Args:
         path: the object that the stand-in stands for, in words of the module's code.
@@ -61,7 +61,7 @@ class TrainerStandIn:
 
 
 def _as_is(tensor: Any, *_arguments: Any, **_options: Any) -> Any:
-    """Return a value of all processes, of which there is one."""
+    """Return a value of all processes: a pool has a single process."""
     return tensor
 
 
@@ -81,7 +81,7 @@ def stand_in(options: TrainerOptions, hook: str, **attributes: Any) -> TrainerSt
 
 @functools.cache
 def _casts_once() -> bool:
-    """Whether mixed precision casts a weight that is used twice only once, which changes the sum of its gradients.
+    """Whether mixed precision casts a twice-used weight only once, which changes the sum of the gradients.
 
     Lightning 2.4 does, and 2.6 does not.
     """
