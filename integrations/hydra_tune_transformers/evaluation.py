@@ -1,8 +1,8 @@
 """The evaluation of a `Trainer`: a loss and predictions for each batch, and metrics over all of them.
 
-`TrainerEvaluation` does what `Trainer.prediction_step` does for a batch, and `TrainerMetrics` what `Trainer.evaluation_loop`
-does after the last batch. The pool concatenates the values of all batches in between, so a tensor of predictions goes
-there flat, beside its sizes: `logits.0` and `logits.0:0`, `logits.0:1`, ... `EarlyStop` ends a training.
+`TrainerEvaluation` takes the place of `Trainer.prediction_step` for a batch, and `TrainerMetrics` the place of
+`Trainer.evaluation_loop` after the last batch. The pool concatenates the values of all batches in between, so a tensor of
+predictions goes there flat, beside its sizes: `logits.0` and `logits.0:0`, `logits.0:1`, ... `EarlyStop` ends a training.
 """
 
 import threading
@@ -97,7 +97,7 @@ class TrainerMetrics:
     Args:
         compute_metrics: as of the `Trainer`.
         batch_size: samples of each batch but the last.
-        num_samples: samples in all; None: every batch is full, or its loss counts as that of a full one.
+        num_samples: samples in all; None: every batch is full, or the loss of a shorter batch counts as of a full batch.
         drops_bad_losses: whether losses that are NaN or infinite are left out of the mean, where others are finite.
         compute_objective: `{metric: value} -> value` of a search; reported as `objective`.
     """

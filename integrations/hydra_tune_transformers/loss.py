@@ -1,8 +1,8 @@
 """The training loss of a `Trainer`, as a step of a task.
 
-`TrainerStep` does what `Trainer.training_step` and `Trainer.compute_loss` do between a batch and its loss. A step holds
-the few settings that this needs, and not the `Trainer`: a trial that is cut compares all that its step reads before each
-step, and trials with equal steps may be fused. `task.py` makes the step, and `evaluation.py` evaluates with it.
+`TrainerStep` computes a loss from a batch as `Trainer.training_step` and `Trainer.compute_loss` do. A step holds the few
+settings needed for the loss, and not the `Trainer`: a trial cut into shards compares everything read by the step before each
+step, and trials with equal steps may be fused. `task.py` makes the step, and `evaluation.py` evaluates with the same step.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ class TrainerStep:
         return self.loss_and_outputs(module, batch, total)[0]
 
     def loss_and_outputs(self, module: nn.Module, batch: Mapping[str, Any], total: Tensor | None) -> tuple[Tensor, Any]:
-        """Return the loss of a batch, and what the model returned."""
+        """Return the loss of a batch, and the model's outputs."""
         inputs, labels = dict(batch), None
         if (self.label_smoother is not None or self.loss_function is not None) and "labels" in inputs:
             labels = inputs.pop("labels")

@@ -40,8 +40,8 @@ def hyperparameter_search(
     Args:
         trainer: a `Trainer` as `task_from_trainer` takes it, with a `model_init`; unchanged afterwards. A `model_init` of
             one argument is called with the trial, and once more when the trial trains, then with the values drawn.
-        hp_space: `(trial) -> {argument of TrainingArguments: value}`; default: that of the transformers library.
-        compute_objective: `(metrics) -> value`, or several values; default: that of the transformers library.
+        hp_space: `(trial) -> {argument of TrainingArguments: value}`; default: as in the transformers library.
+        compute_objective: `(metrics) -> value`, or several values; default: as in the transformers library.
         n_trials: trials to run.
         direction: `"minimize"` or `"maximize"`, or a list of these for several values.
         executor: the pool.
@@ -105,7 +105,7 @@ class PoolBackend(OptunaBackend):  # type: ignore[misc]  # to mypy the library i
     """The Optuna backend of the transformers library, which takes `executor=` as well."""
 
     def run(self, trainer: Trainer, n_trials: int, direction: str | list[str], **kwargs: Any) -> Any:
-        """Search in the pool of `executor`, or without one as the library does."""
+        """Search in the pool of `executor`; without `executor`, search as the library does."""
         executor = kwargs.pop("executor", None)
         if executor is None:
             return super().run(trainer, n_trials, direction, **kwargs)

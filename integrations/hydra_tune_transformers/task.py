@@ -1,7 +1,7 @@
 """`task_from_trainer`: a stock `Trainer` of the transformers library as a `TrainTask`.
 
 The `Trainer` is made once, read, and given up; the task keeps its settings, its data and the factories. Read
-`task_of` first, which names what becomes of each part: `data.py` for the batches, `loss.py` for a step, `optimizer.py`,
+`task_of` first, for the place of each part: `data.py` for the batches, `loss.py` for a step, `optimizer.py`,
 `evaluation.py`. `refusals.py` has everything that is refused. `trainer_from_result` is the way back.
 """
 
@@ -71,7 +71,7 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
     """Return a new `Trainer` with the trained weights of a result.
 
     `evaluate()` gives the numbers of the last report, and `save_model()` writes the model and its tokenizer. `state` with its
-    log history, the optimizer and the scheduler are those of a new `Trainer`; the reports are in `result.history`.
+    log history, the optimizer and the scheduler belong to the new `Trainer`; the reports are in `result.history`.
 
     Args:
         make_trainer: as for `task_from_trainer`.
