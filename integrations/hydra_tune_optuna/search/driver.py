@@ -576,7 +576,7 @@ class OptimizeDriver:
 
 
 def _error_of(event: Finished | Failed) -> BaseException | None:
-    """Return the error that the objective would have raised had it run the job, or None for a normal return."""
+    """Return the error that an objective would have raised in place of the job, or None for a normal return."""
     result = event.result
     if isinstance(event, Failed):
         return result.error or HydraTuneError(f"{event.job.name} failed and its pool gave no reason")
