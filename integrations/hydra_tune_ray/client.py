@@ -153,7 +153,7 @@ class TrialClient:
             ray.get(self._pool.call.remote("end", self._request.key, parks=parks), timeout=_LEAVE_SECONDS)
 
     def _begin_in(self, pool: str | None, ticket: TrialTicket | None) -> None:
-        """Begin in a pool; in another one if that pool is lost, for it has not trained anything of this attempt yet.
+        """Begin in a pool; in another if the pool is lost, for a lost pool has not trained anything of this attempt yet.
 
         Ray learns only after a while that a node has died, and answers for that node's pools until then. With a failure
         instead, the death of a node would cost a trial two of Ray's retries.

@@ -171,7 +171,7 @@ class PoolTrainable(Trainable):
             self._client.leave()
 
     def _go_on(self) -> None:
-        """Take the trial to a pool, unless it already waits in one at the wanted report, with the same config."""
+        """Take the trial to a pool, unless the trial already waits in a pool at the wanted report, with the same config."""
         earlier_client, self._client, self._reset = self._client, None, False
         self._has_pruned_itself = False
         digest = _digest(self._drawn)
