@@ -51,6 +51,7 @@ class AheadLoader(DataLoader[Any]):
             drawn.append(batch)
             if len(drawn) > 1:
                 yield _as_dict(drawn.pop(0))
+            # Only after the yield: accelerate has drawn the next batch, too, when the last batch of the pass trains.
             if number == most:
                 return
         yield from map(_as_dict, drawn)
@@ -65,6 +66,7 @@ class SameOrder:
 
     def __call__(self) -> AheadLoader:
         """Return the loader of a pass."""
+        # A copy of each object down to the generator: the loader itself must stay as before the first pass.
         loader = copy.copy(self._loader)
         batch_sampler: Any = copy.copy(loader.batch_sampler)
         batch_sampler.sampler = copy.copy(batch_sampler.sampler)

@@ -63,6 +63,7 @@ class TrainerEvaluation:
                 f"a batch of {', '.join(batch)} of eval_dataset lacks the labels ({wanted}), so there is nothing to report; "
                 "give the labels, or label_names="
             )
+        # As in `Trainer.prediction_step`: the count of this batch, not of the batches of an optimizer step.
         total = None if self.item_count is None else self.item_count.tensor(batch)
         loss, outputs = self.step.loss_and_outputs(module, batch, total)
         values: dict[str, Any] = {_LOSS: self._widened(loss.detach().mean())}
@@ -142,6 +143,7 @@ class TrainerMetrics:
     def _mean_loss(self, of_batches: Tensor) -> float:
         # Each loss once for each sample, and in float32: the mean of numpy is then that of `Trainer`, to the last bit.
         losses = of_batches.repeat_interleave(self.batch_size)
+        # Of the losses of the last batch, `gather_for_metrics` of accelerate keeps one for each sample.
         if rest := self._remainder():
             losses = losses[: rest - self.batch_size]
         numbers = losses.numpy()
@@ -196,6 +198,7 @@ class EarlyStop:
             is_better = best is None or (value > best if self.is_greater_better else value < best)
             improves = best is None or (is_better and abs(value - best) > self.threshold)
             num_without = 0 if improves else num_without + 1
+            # Apart from `improves`: `Trainer` moves its best value also by less than the threshold of the callback.
             best = value if is_better else best
         return num_without >= self.patience
 

@@ -69,6 +69,7 @@ def recipe_of(optimizer: Any, model: nn.Module) -> tuple[NamedGroups, OptimizerO
         {**group, "params": tuple(names[id(parameter)] for parameter in group["params"])}
         for group in optimizer.param_groups
     )
+    # The defaults may have names unknown to the constructor, such as `decoupled_weight_decay` of AdamW.
     known = inspect.signature(kind).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in known}
     recipe = NamedGroups(groups), OptimizerOfClass(kind, arguments)
