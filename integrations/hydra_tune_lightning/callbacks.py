@@ -86,6 +86,7 @@ class CallbackStop:
         Raises:
             MetricError: a report has no value of the name monitored by a callback.
         """
+        # Copies, because a callback counts, and each call goes through the whole history from the first report.
         return any([_stops(copy.deepcopy(callback), history) for callback in self.callbacks])  # noqa: C419 - each raises
 
 
@@ -148,6 +149,7 @@ class Callbacks:
 
 def _refusals(callback: Any, train_logs: Sequence[str]) -> Iterator[str]:
     kind, name = type(callback), type(callback).__name__
+    # Not a subclass, whose further methods the pool would not call.
     if kind is stock.EarlyStopping:
         is_of_training = is_kept(callback.monitor, train_logs)
         if callback.monitor.startswith("train") and not is_of_training:

@@ -90,6 +90,7 @@ class StepLogs:
             MetricError: the step logs a name twice, or a monitored name is logged and not collected.
         """
         on_step, on_epoch = given["on_step"], given["on_epoch"]
+        # Lightning's own class turns text into a reduction, and refuses the same reductions as a `Trainer`.
         meta = _Metadata(fx=fx, name=name, on_step=on_step, on_epoch=on_epoch, reduce_fx=given["reduce_fx"])
         if not on_epoch if self.names is None else name not in self.names:
             if not {name, f"{name}_step", f"{name}_epoch"}.isdisjoint(self.watched):
@@ -143,6 +144,7 @@ def new_metrics(module: nn.Module) -> Iterator[dict[str, Metric]]:
     metrics = metrics_of(module)
     parts = [part for part in module.modules() if isinstance(part, Metric | MetricCollection)]
     before = [dict(vars(part)) for part in parts]
+    # The states of a metric are neither parameters nor buffers, so the pool has not moved them.
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     # Not by `reset()`, which empties lists that belong to the state before.
     for metric in metrics.values():
@@ -264,6 +266,7 @@ def put_states(metric: Metric, states: Mapping[str, Tensor]) -> bool:
         for value in values.reshape(-1, *default.shape):
             total = ADDED[metric._reductions[state]](total, value)  # noqa: SLF001 - as above
         setattr(metric, state, total)
+    # Not 0 after an update: `ValidationEnd` sees by the count whether the hook has reset the metric.
     metric._update_count = len(states)  # noqa: SLF001 - as above
     return bool(states)
 
@@ -279,6 +282,7 @@ def metric_value(metric: Metric, name: str, states: Mapping[str, Tensor]) -> Ten
     Raises:
         MetricError: the metric computes no number.
     """
+    # A copy, because the metric must be as new in the next epoch.
     metric = copy.deepcopy(metric)
     put_states(metric, states)
     metric._update_count = 1  # noqa: SLF001 - a metric without updates warns
@@ -290,6 +294,7 @@ def metric_value(metric: Metric, name: str, states: Mapping[str, Tensor]) -> Ten
 
 def _reduced(kind: str, values: Tensor, sizes: Tensor | None) -> Tensor:
     """Reduce the values of all batches to one, by the operations of Lightning's collection of results."""
+    # One after another, as Lightning adds: `Tensor.sum()` has another order, and other last bits.
     if kind == "mean":
         assert sizes is not None
         total, count = values.new_zeros(()), torch.tensor(0)

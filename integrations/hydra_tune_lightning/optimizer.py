@@ -52,6 +52,7 @@ class ConfiguredOptimizer:
         Raises:
             RefusedModuleError: several optimizers or schedulers, or none.
         """
+        # As `Trainer.estimated_stepping_batches`: the rest of an epoch makes a step of its own.
         steps = options.max_epochs * -(-batches // options.accumulate_grad_batches)
         known = {"datamodule": datamodule, "model": module, "num_training_batches": batches}
         with standing_in(module, options, "configure_optimizers", estimated_stepping_batches=steps, **known):

@@ -106,6 +106,7 @@ def checked(options: Mapping[str, Any]) -> TrainerOptions:
         TaskError: an option that `Trainer` does not have, or no `max_epochs`.
         RefusedModuleError: options that the pool does not honour.
     """
+    # Of the installed `Trainer`, because versions of Lightning differ in their options.
     known = inspect.signature(Trainer.__init__).parameters
     for name in options:
         if name not in known or name == "self":

@@ -118,6 +118,7 @@ def does_nothing(method: Any) -> bool:
     idle = {"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"}
     return (
         code is not None
+        # The last constant is the returned one; a method that returns another value decides something.
         and code.co_consts[-1:] == (None,)
         and {each.opname for each in dis.get_instructions(code)} <= idle
     )

@@ -51,6 +51,7 @@ def reads_number(method: Any) -> bool:
 def _reads(function: Any, name: str) -> bool:
     """Whether a function, or one of its decorators, reads an argument."""
     code = getattr(function, "__code__", None)
+    # A callable without Python code, such as a partial, does not show the names read inside.
     if code is None:
         return True
     if code.co_flags & _VARIADIC:
@@ -64,6 +65,7 @@ def _loaded(code: Any) -> set[str]:
     loaded: set[str] = set()
     for instruction in dis.get_instructions(code):
         if "LOAD_FAST" in instruction.opname:
+            # From Python 3.13 on an instruction may load two variables, and then has both names.
             loaded |= {instruction.argval} if isinstance(instruction.argval, str) else set(instruction.argval)
     return loaded
 
@@ -86,6 +88,7 @@ class _ModuleStep:
 
     def arguments(self, batch: Any) -> tuple[Any, ...]:
         """Return the arguments of the method: the batch, and a number if the method takes one."""
+        # A step that never reads the number gets 0, and the loader stays as given.
         batch, number = batch if self.is_numbered else (batch, 0)
         return (batch, number) if self.takes_number else (batch,)
 
@@ -107,6 +110,7 @@ class LightningStep(_ModuleStep):
         logged = StepLogs(arguments[0], () if self.logs is None else self.logs.names, self.watched)
         with standing_in(module, self.options, "training_step", logged), new_metrics(module) as metrics:
             output = module.training_step(*arguments)
+            # Within the block, because the end of the block takes the states of this batch away.
             if self.logs is not None:
                 self.logs.add(module, logged, metrics)
             trained = _TRAINED_METRICS.setdefault(type(module), set())

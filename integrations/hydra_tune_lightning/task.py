@@ -94,6 +94,7 @@ def task_from_lightning(
         datamodule, train_dataloaders = train_dataloaders, None
     if datamodule is not None and (reasons := [*datamodule_refusals(datamodule)]):
         raise RefusedModuleError(reasons)
+    # Before `seeded`, which puts other streams in the place of those of the process.
     start = StreamState.now() if seed is None else None
     with seeded(seed or 0):
         if start is not None:
@@ -127,6 +128,7 @@ def save_checkpoint(result: Any, path: str | Path) -> None:
     if module.hparams:
         checkpoint[module.CHECKPOINT_HYPER_PARAMS_NAME] = module._hparams_name  # noqa: SLF001 - no public name
         checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY] = dict(module.hparams)
+    # Last, as in Lightning: the hook may change any entry.
     module.on_save_checkpoint(checkpoint)
     torch.save(checkpoint, path)
 
@@ -227,6 +229,7 @@ def _task_of(
 ) -> TrainTask:
     """Describe the training of a module that is ready to train."""
     is_numbered = reads_number(module.training_step)
+    # Before `configure_optimizers`, which may ask the trainer for the number of batches.
     with standing_in(module, options, "train_dataloader"):
         train = loader_from(sources[0], "train_dataloader", is_numbered=is_numbered)
     if train is None:

@@ -37,6 +37,7 @@ _ALWAYS: dict[str, Any] = {
     "progress_bar_callback": None,
 }
 _BEFORE_TRAINING = {"current_epoch": 0, "global_step": 0}
+# `self.log` caches the ids of metrics in `_metric_attributes`; in a copy of the module the metrics have other ids.
 _SAVED = ("_trainer", "_current_fx_name", "_metric_attributes", "_device")
 
 
@@ -52,6 +53,7 @@ class TrainerStandIn:
         vars(self).update(attributes, _path=path)
 
     def __getattr__(self, name: str) -> Any:
+        # A deep copy looks for `__deepcopy__` and expects an AttributeError from an object without the method.
         if name.startswith("__"):
             raise AttributeError(name)
         raise TaskError(

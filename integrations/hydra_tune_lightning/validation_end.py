@@ -40,6 +40,7 @@ def _lists(module: nn.Module) -> dict[str, list[Any]]:
 def _contents(value: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
     """Iterate over a value and the values inside, each with a number that changes when the value is written in place."""
     if isinstance(value, Tensor):
+        # A tensor made in inference mode has no version counter.
         yield value, 0 if value.is_inference() else value._version  # noqa: SLF001 - no public name
         return
     parts: Any = ()
@@ -149,6 +150,7 @@ def _bare(part: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(part, memo)
     bare = copy.copy(part)
     parts = {name: child for name, child in part._modules.items() if child is not None and metrics_of(child)}  # noqa: SLF001
+    # New dicts, because the shallow copy shares the dicts of the module.
     vars(bare).update(_parameters={}, _buffers={}, _modules={name: _bare(child, memo) for name, child in parts.items()})
     return bare
 
