@@ -89,6 +89,7 @@ class TrialClient:
             PoolError: there is no pool.
         """
         # Renewals run already: building the task may take longer than the lease.
+        # A daemon, so that a process that ends without `leave` does not live on for the renewals.
         threading.Thread(target=self._renew, name="hydra-lease", daemon=True).start()
         self._begin_in(None if ticket is None else ticket.pool, ticket)
 
@@ -205,6 +206,7 @@ class TrialClient:
         # Before any other message, which another version could not read.
         check_directory(directory, self._directory.removeprefix("pools-"))
         node_id = ray.get_runtime_context().get_node_id()
+        # The directory itself waits up to `_PLACE_SECONDS` for a pool to appear.
         call = directory.place.remote(self._request.key, node_id, _PLACE_SECONDS)
         return str(ray.get(call, timeout=_PLACE_SECONDS + _ANSWER_SECONDS))
 
@@ -240,6 +242,7 @@ class TrialClient:
 
     def _is_here(self) -> bool:
         """Whether the pool is on this node."""
+        # `PoolDirectory` ends the name of each pool with the id of the node.
         return self._pool_name.endswith(f":{ray.get_runtime_context().get_node_id()}")
 
     def _check(self, over: EndOutcome) -> None:
