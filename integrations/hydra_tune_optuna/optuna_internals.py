@@ -171,6 +171,7 @@ def ask(study: Study, mark: str | None = None) -> Trial:
     study._thread_local.cached_all_trials = None  # as Study.ask does
     trial_id = _take_waiting(study, mark)
     if trial_id is None:
+        # State and mark in one call, so that a process killed here leaves no running trial without a mark.
         trial_id = study._storage.create_new_trial(
             study._study_id, create_trial(state=TrialState.RUNNING, system_attrs={mark: True})
         )

@@ -178,6 +178,7 @@ class OptimizeDriver:
                 self._resuming.close(
                     leaves=bool(self._untold) or any(not resumable.is_told for resumable in self._left)
                 )
+        # As `Study.optimize` ends, so that this thread leaves no session open.
         optuna_internals.storage_of(self._study).remove_session()
         if self._error is not None:
             raise self._error
