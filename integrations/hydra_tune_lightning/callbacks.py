@@ -1,4 +1,4 @@
-"""The callbacks of a `Trainer`: those that are taken over, those that change no number, and those refused by name.
+"""The callbacks of a `Trainer`: some are taken over, some change no number, and all others are refused by name.
 
 `task_from_lightning` (`task.py`) asks `Callbacks.of` first.
 """
@@ -46,7 +46,7 @@ _REMEDIES = {
 
 
 def reported(name: str) -> str:
-    """Return the name under which a report has a logged value."""
+    """Return the name of a logged value in a report."""
     return next(iter(reported_names({name: 0.0})))
 
 
@@ -56,12 +56,12 @@ def is_kept(monitor: str, train_logs: Sequence[str]) -> bool:
 
 
 def logged_name(monitor: str) -> str:
-    """Return the name of `self.log` that has a monitored name."""
+    """Return the name given to `self.log` for a monitored name."""
     return monitor.removesuffix("_epoch").removesuffix("_step")
 
 
 def remedy(monitor: str) -> str:
-    """Return the advice for a monitored name of the training that is not reported."""
+    """Return the advice for a monitored name of the training without a report."""
     return f"give train_logs=[{logged_name(monitor)!r}]"
 
 
@@ -72,7 +72,7 @@ def warn_not_written(name: str) -> None:
 
 @dataclass(frozen=True)
 class CallbackStop:
-    """Ends a training as `EarlyStopping` does, by that callback's own code.
+    """Ends a training as `EarlyStopping` does, by the callback's own code.
 
     Args:
         callbacks: the callbacks, as new.
@@ -84,8 +84,9 @@ class CallbackStop:
         """Whether the training ends after the last report of its history.
 
         Raises:
-            MetricError: a report has no value of the name that a callback monitors.
+            MetricError: a report has no value of the name monitored by a callback.
         """
+        # Copies, because a callback counts, and each call goes through the whole history from the first report.
         return any([_stops(copy.deepcopy(callback), history) for callback in self.callbacks])  # noqa: C419 - each raises
 
 
@@ -115,7 +116,7 @@ class Callbacks:
 
     Attributes:
         stop: ends a training early; None: none does.
-        monitor: name that the first callback monitors; None: none does.
+        monitor: name monitored by the first callback; None: no callback monitors a name.
         watched: names whose values end the training.
     """
 
@@ -125,14 +126,14 @@ class Callbacks:
 
     @classmethod
     def of(cls, given: Any, train_logs: Sequence[str]) -> "Callbacks":
-        """Take callbacks over, and warn of those that write files.
+        """Take callbacks over, and warn of callbacks that write files.
 
         Args:
             given: `callbacks` of the `Trainer`.
             train_logs: names of reported values of the training.
 
         Raises:
-            RefusedModuleError: a callback that the pool would not call, or one that monitors a value that is not reported.
+            RefusedModuleError: the pool would not call a callback, or a callback monitors a value missing from reports.
         """
         callbacks = [given] if isinstance(given, stock.Callback) else [*(given or ())]
         if reasons := [reason for callback in callbacks for reason in _refusals(callback, train_logs)]:
@@ -148,6 +149,7 @@ class Callbacks:
 
 def _refusals(callback: Any, train_logs: Sequence[str]) -> Iterator[str]:
     kind, name = type(callback), type(callback).__name__
+    # Not a subclass, whose further methods the pool would not call.
     if kind is stock.EarlyStopping:
         is_of_training = is_kept(callback.monitor, train_logs)
         if callback.monitor.startswith("train") and not is_of_training:

@@ -1,7 +1,7 @@
 """The loaders of a training: from arguments, a datamodule or the module itself.
 
-The pool draws from copies of a `DataLoader`, so the loader itself is the task's data. Only for a step that reads its
-`batch_idx`, a `NumberedLoader` gives each batch with its number, and a loader with a generator becomes a `LimitedLoader`.
+The pool draws from copies of a `DataLoader`, so the loader itself is the task's data. Only if a step reads `batch_idx`, a
+`NumberedLoader` gives each batch with a number. A loader with a generator becomes a `LimitedLoader`.
 """
 
 import copy
@@ -20,7 +20,7 @@ from hydra_tune_lightning.streams import StreamState
 class LimitedLoader(DataLoader[Any]):
     """Ends a pass at its length without asking for a further batch, as Lightning does.
 
-    A sampler with a generator draws once more when it is asked beyond its last batch, and the next pass is another.
+    A sampler with a generator draws once more when asked beyond the last batch, and the next pass would differ.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # no iterator class of torch
@@ -29,7 +29,7 @@ class LimitedLoader(DataLoader[Any]):
 
 
 class NumberedLoader(LimitedLoader):
-    """Gives each batch of a pass with its number, from 0."""
+    """Gives each batch of a pass with a number, from 0."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # as above
         return ((batch, number) for number, batch in enumerate(super().__iter__()))
@@ -48,7 +48,7 @@ def loader_from(source: Any, name: str, *, is_numbered: bool) -> DataLoader[Any]
     Args:
         source: a loader, or an object with a method that returns a loader.
         name: the method, `train_dataloader` or `val_dataloader`.
-        is_numbered: whether the step reads the number of its batch.
+        is_numbered: whether the step reads the number of the batch.
 
     Returns:
         The loader; None for no data.

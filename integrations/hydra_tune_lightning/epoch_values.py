@@ -1,8 +1,8 @@
 """The values of an epoch: logged tensors reduced as `self.log` says, and metrics of torchmetrics from their states.
 
 A metric begins each batch of a validation anew. The pool concatenates the states of all batches, and `EpochValues` adds
-the states up in the order of the batches, as the metric itself would have done. `StepLogs` collects what a batch logs.
-`train_logs.py` has the values of `training_step`.
+the states up in the order of the batches, as the metric itself would have done. `StepLogs` collects the logged values of a
+batch. `train_logs.py` has the values of `training_step`.
 """
 
 import copy
@@ -38,7 +38,7 @@ class LoggedValue:
         kind: `"mean"`, `"sum"`, `"min"`, `"max"`, `"metric"` for a metric of torchmetrics, or `"last"` for the value of
             the last step.
         name: the name.
-        is_forked: whether the value is also reported as `<name>_epoch`, because it is logged on each step as well.
+        is_forked: whether the value is also reported as `<name>_epoch`, because the module logs the value on each step as well.
     """
 
     kind: str
@@ -47,12 +47,12 @@ class LoggedValue:
 
     @property
     def key(self) -> str:
-        """The value's name among those that the pool concatenates."""
+        """The value's name among the values concatenated by the pool."""
         return f"{self.kind}|{'forked' if self.is_forked else ''}|{self.name}"
 
     @property
     def size_key(self) -> str:
-        """The name of the sizes of batches that weigh a mean."""
+        """The name of the batch sizes for a weighted mean."""
         return f"size|{self.name}"
 
     @classmethod
@@ -64,13 +64,13 @@ class LoggedValue:
 
 @dataclass
 class StepLogs:
-    """Collects what a step logs, as Lightning's collection of results does.
+    """Collects the logged values of a step, as Lightning's collection of results does.
 
     Args:
         batch: the batch; None in a hook.
-        names: names to collect, also where they are logged on steps alone; None: all that are logged with `on_epoch`.
-        watched: names that a callback or a scheduler monitors, and that are an error where they are logged and not
-            collected.
+        names: names to collect, also if logged on steps alone; None: all names logged with `on_epoch`.
+        watched: names monitored by a callback or a scheduler; a step fails that logs such a name where the value is
+            not collected.
 
     Attributes:
         values: logged tensors, and the sizes of batches that weigh means, by `LoggedValue.key`.
@@ -87,9 +87,10 @@ class StepLogs:
         """Take a value, with the arguments of `self.log`.
 
         Raises:
-            MetricError: the step logs a name twice, or a name that is monitored and not collected.
+            MetricError: the step logs a name twice, or a monitored name is logged and not collected.
         """
         on_step, on_epoch = given["on_step"], given["on_epoch"]
+        # Lightning's own class turns text into a reduction, and refuses the same reductions as a `Trainer`.
         meta = _Metadata(fx=fx, name=name, on_step=on_step, on_epoch=on_epoch, reduce_fx=given["reduce_fx"])
         if not on_epoch if self.names is None else name not in self.names:
             if not {name, f"{name}_step", f"{name}_epoch"}.isdisjoint(self.watched):
@@ -139,10 +140,11 @@ def metric_refusals(module: nn.Module) -> Iterator[str]:
 
 @contextmanager
 def new_metrics(module: nn.Module) -> Iterator[dict[str, Metric]]:
-    """Context in which the metrics of a module are as new; afterwards they are as before."""
+    """Within the block, the metrics of a module are as new; afterwards the metrics are as before."""
     metrics = metrics_of(module)
     parts = [part for part in module.modules() if isinstance(part, Metric | MetricCollection)]
     before = [dict(vars(part)) for part in parts]
+    # The states of a metric are neither parameters nor buffers, so the pool has not moved them.
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     # Not by `reset()`, which empties lists that belong to the state before.
     for metric in metrics.values():
@@ -182,7 +184,7 @@ def _guard_compute(metric: Metric) -> None:
 
 
 def states_of(metrics: Mapping[str, Metric], logged: Mapping[str, Sequence[LoggedValue]]) -> dict[str, Any]:
-    """Return the states of updated metrics after a batch, and which names they are logged under."""
+    """Return the states of updated metrics after a batch, and the logged names of each metric."""
     values: dict[str, Any] = {}
     for place, names in logged.items():
         values |= {f"{each.key}|{place}": 1 for each in names}
@@ -200,12 +202,12 @@ def states_of(metrics: Mapping[str, Metric], logged: Mapping[str, Sequence[Logge
 
 @dataclass(frozen=True, eq=False)
 class EpochValues:
-    """Computes the values of an epoch from those of its batches.
+    """Computes the values of an epoch from the values of all batches.
 
     Args:
         metrics: the module's metrics by name, as new.
-        of_training: computes the values that the training has logged (`TrainLogs.values`); None: these are not reported.
-        at_end: computes what a hook logs after the last batch (`ValidationEnd`); None: there is no hook.
+        of_training: computes the logged values of the training (`TrainLogs.values`); None: no such value is reported.
+        at_end: computes the values logged by a hook after the last batch (`ValidationEnd`); None: there is no hook.
     """
 
     metrics: Mapping[str, Metric]
@@ -213,7 +215,7 @@ class EpochValues:
     at_end: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
 
     def __call__(self, collected: dict[str, Tensor]) -> dict[str, float]:
-        """Return the values by the names that the module has logged.
+        """Return the values by the names logged by the module.
 
         Raises:
             MetricError: a metric computes no number.
@@ -242,7 +244,7 @@ class EpochValues:
 
 
 def collected_states(metric: Metric, place: str, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the states of all batches of a metric, concatenated; those that no batch has left are not there.
+    """Return the states of all batches of a metric, concatenated; a state left by no batch is missing.
 
     Raises:
         MetricError: a batch has updated a metric of float sums twice.
@@ -264,6 +266,7 @@ def put_states(metric: Metric, states: Mapping[str, Tensor]) -> bool:
         for value in values.reshape(-1, *default.shape):
             total = ADDED[metric._reductions[state]](total, value)  # noqa: SLF001 - as above
         setattr(metric, state, total)
+    # Not 0 after an update: `ValidationEnd` sees by the count whether the hook has reset the metric.
     metric._update_count = len(states)  # noqa: SLF001 - as above
     return bool(states)
 
@@ -273,12 +276,13 @@ def metric_value(metric: Metric, name: str, states: Mapping[str, Tensor]) -> Ten
 
     Args:
         metric: the metric as new.
-        name: the name that the metric is logged under.
+        name: the logged name of the metric.
         states: the states of all batches, concatenated, by name.
 
     Raises:
         MetricError: the metric computes no number.
     """
+    # A copy, because the metric must be as new in the next epoch.
     metric = copy.deepcopy(metric)
     put_states(metric, states)
     metric._update_count = 1  # noqa: SLF001 - a metric without updates warns
@@ -290,6 +294,7 @@ def metric_value(metric: Metric, name: str, states: Mapping[str, Tensor]) -> Ten
 
 def _reduced(kind: str, values: Tensor, sizes: Tensor | None) -> Tensor:
     """Reduce the values of all batches to one, by the operations of Lightning's collection of results."""
+    # One after another, as Lightning adds: `Tensor.sum()` has another order, and other last bits.
     if kind == "mean":
         assert sizes is not None
         total, count = values.new_zeros(()), torch.tensor(0)

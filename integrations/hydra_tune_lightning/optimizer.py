@@ -52,6 +52,7 @@ class ConfiguredOptimizer:
         Raises:
             RefusedModuleError: several optimizers or schedulers, or none.
         """
+        # As `Trainer.estimated_stepping_batches`: the rest of an epoch makes a step of its own.
         steps = options.max_epochs * -(-batches // options.accumulate_grad_batches)
         known = {"datamodule": datamodule, "model": module, "num_training_batches": batches}
         with standing_in(module, options, "configure_optimizers", estimated_stepping_batches=steps, **known):
@@ -87,7 +88,7 @@ class ConfiguredOptimizer:
 
 
 class _ParameterGroups(list[Any]):
-    """Parameter groups that carry the optimizer that a module has made for them."""
+    """Parameter groups with the optimizer made by the module for these groups."""
 
     configured: ConfiguredOptimizer
 
@@ -120,7 +121,7 @@ class TakeOptimizer:
     """Takes the optimizer from the groups of `ConfigureModule`.
 
     Args:
-        max_value: value to which the optimizer clips gradients before each step; None: no such clipping.
+        max_value: limit for the values of gradients, which the optimizer clips before each step; None: no such clipping.
     """
 
     max_value: float | None
@@ -141,7 +142,7 @@ class TakeOptimizer:
 
 
 def take_scheduler(optimizer: Optimizer) -> Any:
-    """Return the scheduler that a module has made for the optimizer of `TakeOptimizer`."""
+    """Return the module's scheduler for the optimizer of `TakeOptimizer`."""
     return vars(optimizer).pop(_SCHEDULER)
 
 
@@ -167,7 +168,7 @@ def _clip_by_value(optimizer: Optimizer, max_value: float) -> None:
 
 @functools.cache
 def _clipping(kind: type[Optimizer], max_value: float) -> type[Optimizer]:
-    """Return a class of optimizers that clip by value; one class for all trials, so that trials can be compared."""
+    """Return a class of optimizers with clipping by value; all trials share the class, so that trials can be compared."""
 
     class ValueClipping(kind):  # type: ignore[valid-type, misc]
         def step(self, closure: Any = None) -> Any:

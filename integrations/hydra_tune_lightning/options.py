@@ -1,4 +1,4 @@
-"""The options of a `Trainer`, checked: those that are taken over, those without effect, and those refused by name.
+"""The options of a `Trainer`, checked: some are taken over, some have no effect, and all others are refused by name.
 
 `task_from_lightning` (`task.py`) reads `TrainerOptions` for the arguments of the task, and `trainer_stand_in.py` shows
 the options to the module's code.
@@ -86,12 +86,12 @@ class TrainerOptions:
 
     @property
     def max_norm(self) -> float | None:
-        """Norm to which gradients are clipped; None: not by their norm."""
+        """Limit of the norm of the gradients; None: no clipping by norm."""
         return None if self.gradient_clip_algorithm == "value" else self.gradient_clip_val or None
 
     @property
     def max_value(self) -> float | None:
-        """Value to which gradients are clipped; None: not by value."""
+        """Limit of each value of the gradients; None: no clipping by value."""
         return self.gradient_clip_val or None if self.gradient_clip_algorithm == "value" else None
 
 
@@ -106,6 +106,7 @@ def checked(options: Mapping[str, Any]) -> TrainerOptions:
         TaskError: an option that `Trainer` does not have, or no `max_epochs`.
         RefusedModuleError: options that the pool does not honour.
     """
+    # Of the installed `Trainer`, because versions of Lightning differ in their options.
     known = inspect.signature(Trainer.__init__).parameters
     for name in options:
         if name not in known or name == "self":

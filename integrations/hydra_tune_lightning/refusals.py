@@ -88,7 +88,7 @@ def refusals(module: LightningModule) -> Iterator[str]:
 
 
 def module_refusals(module: nn.Module) -> Iterator[str]:
-    """Describe states of a module ready to train that are refused."""
+    """Describe refused states of a module ready to train."""
     still = [name or "the module itself" for name, part in module.named_modules() if not part.training]
     module.train()
     stays = [name or "the module itself" for name, part in module.named_modules() if not part.training]
@@ -103,7 +103,7 @@ def module_refusals(module: nn.Module) -> Iterator[str]:
 
 
 def datamodule_refusals(datamodule: Any) -> Iterator[str]:
-    """Describe what is refused of a datamodule."""
+    """Describe the refused parts of a datamodule."""
     if not isinstance(datamodule, LightningDataModule):
         yield f"datamodule is {type(datamodule).__name__}: give a lightning.pytorch.LightningDataModule"
         return
@@ -118,6 +118,7 @@ def does_nothing(method: Any) -> bool:
     idle = {"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"}
     return (
         code is not None
+        # The last constant is the returned one; a method that returns another value decides something.
         and code.co_consts[-1:] == (None,)
         and {each.opname for each in dis.get_instructions(code)} <= idle
     )

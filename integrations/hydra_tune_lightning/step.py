@@ -1,8 +1,8 @@
 """The `training_step` and the `validation_step` of a `LightningModule`, as functions of a task.
 
-Both hold only options, so that a trial that is cut has little to compare before each step, and trials with equal steps
-may be fused. `epoch_values.py` makes metrics of what a validation has logged, and `train_logs.py` keeps what a training
-logs. `task.py` makes the functions.
+Both hold only options, so that a trial cut into shards has little to compare before each step, and trials with equal steps
+may be fused. `epoch_values.py` makes metrics of the values logged by a validation, and `train_logs.py` keeps the values
+logged by a training. `task.py` makes the functions.
 """
 
 import dis
@@ -51,6 +51,7 @@ def reads_number(method: Any) -> bool:
 def _reads(function: Any, name: str) -> bool:
     """Whether a function, or one of its decorators, reads an argument."""
     code = getattr(function, "__code__", None)
+    # A callable without Python code, such as a partial, does not show the names read inside.
     if code is None:
         return True
     if code.co_flags & _VARIADIC:
@@ -64,13 +65,14 @@ def _loaded(code: Any) -> set[str]:
     loaded: set[str] = set()
     for instruction in dis.get_instructions(code):
         if "LOAD_FAST" in instruction.opname:
+            # From Python 3.13 on an instruction may load two variables, and then has both names.
             loaded |= {instruction.argval} if isinstance(instruction.argval, str) else set(instruction.argval)
     return loaded
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ModuleStep:
-    """The arguments that a step of a module is called with.
+    """The arguments for a step of a module.
 
     Args:
         options: options of the `Trainer`.
@@ -86,6 +88,7 @@ class _ModuleStep:
 
     def arguments(self, batch: Any) -> tuple[Any, ...]:
         """Return the arguments of the method: the batch, and a number if the method takes one."""
+        # A step that never reads the number gets 0, and the loader stays as given.
         batch, number = batch if self.is_numbered else (batch, 0)
         return (batch, number) if self.takes_number else (batch,)
 
@@ -101,12 +104,13 @@ class LightningStep(_ModuleStep):
     watched: tuple[str, ...]
 
     def __call__(self, module: nn.Module, batch: Any) -> Tensor:
-        """Return the loss of a batch; of the values that the module logs, the `logs` are kept."""
+        """Return the loss of a batch; of the module's logged values, the `logs` are kept."""
         assert isinstance(module, LightningModule)
         arguments = self.arguments(batch)
         logged = StepLogs(arguments[0], () if self.logs is None else self.logs.names, self.watched)
         with standing_in(module, self.options, "training_step", logged), new_metrics(module) as metrics:
             output = module.training_step(*arguments)
+            # Within the block, because the end of the block takes the states of this batch away.
             if self.logs is not None:
                 self.logs.add(module, logged, metrics)
             trained = _TRAINED_METRICS.setdefault(type(module), set())
@@ -129,7 +133,7 @@ class LightningEvaluation(_ModuleStep):
     has_end: bool
 
     def __call__(self, module: nn.Module, batch: Any) -> dict[str, Any]:
-        """Return the values that the module logs for a batch, and the states of the metrics that it logs."""
+        """Return the logged values of a batch, and the states of the logged metrics."""
         assert isinstance(module, LightningModule)
         arguments = self.arguments(batch)
         logged = StepLogs(arguments[0])
@@ -156,7 +160,7 @@ class LightningEvaluation(_ModuleStep):
 
 @dataclass(frozen=True)
 class LogsAlone:
-    """Evaluates nothing, where there is no validation, and reports what the training has logged.
+    """Evaluates nothing, where there is no validation, and reports the logged values of the training.
 
     Args:
         logs: keeps the values.

@@ -15,6 +15,7 @@ from torch import Tensor
 from hydra_tune.train.rng.rng_streams import RandomStreams
 
 
+# Without `==`, which fails for tensors and arrays of several numbers; `is_same` compares.
 @dataclass(frozen=True, eq=False)
 class StreamState:
     """The position of each stream."""

@@ -1,7 +1,7 @@
 """`task_from_lightning`: the training of a `LightningModule` as a `TrainTask`.
 
 The module is made once, read, and given up; the task keeps the options, the data and the factories. Read `_task_of`
-first, which names what becomes of each part: `data.py` for the batches, `step.py` for a step, `optimizer.py`,
+first, for the place of each part: `data.py` for the batches, `step.py` for a step, `optimizer.py`,
 `epoch_values.py`. `refusals.py` and `options.py` have everything that is refused. `save_checkpoint` is the way back.
 """
 
@@ -69,7 +69,7 @@ def task_from_lightning(
         datamodule: as for `fit`; `prepare_data` and `setup("fit")` are called once, here.
         train_dataloaders: as for `fit`; one `DataLoader`.
         val_dataloaders: as for `fit`; one `DataLoader`.
-        seed: seeds the trial's random streams; None: they go on from where those of the process are now, as after a
+        seed: seeds the trial's random streams; None: the streams go on from the present position of the process, as after a
             `seed_everything` and a `random_split` of a script.
         metric: the tuner's metric, as reported; default: the monitor of a `ReduceLROnPlateau` or of a callback, else
             `val_loss`, or `train_loss` without validation.
@@ -94,6 +94,7 @@ def task_from_lightning(
         datamodule, train_dataloaders = train_dataloaders, None
     if datamodule is not None and (reasons := [*datamodule_refusals(datamodule)]):
         raise RefusedModuleError(reasons)
+    # Before `seeded`, which puts other streams in the place of those of the process.
     start = StreamState.now() if seed is None else None
     with seeded(seed or 0):
         if start is not None:
@@ -127,6 +128,7 @@ def save_checkpoint(result: Any, path: str | Path) -> None:
     if module.hparams:
         checkpoint[module.CHECKPOINT_HYPER_PARAMS_NAME] = module._hparams_name  # noqa: SLF001 - no public name
         checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY] = dict(module.hparams)
+    # Last, as in Lightning: the hook may change any entry.
     module.on_save_checkpoint(checkpoint)
     torch.save(checkpoint, path)
 
@@ -227,6 +229,7 @@ def _task_of(
 ) -> TrainTask:
     """Describe the training of a module that is ready to train."""
     is_numbered = reads_number(module.training_step)
+    # Before `configure_optimizers`, which may ask the trainer for the number of batches.
     with standing_in(module, options, "train_dataloader"):
         train = loader_from(sources[0], "train_dataloader", is_numbered=is_numbered)
     if train is None:

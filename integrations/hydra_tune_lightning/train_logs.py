@@ -1,4 +1,4 @@
-"""The values that `training_step` logs, kept in tensors of the module, so that a model that is cut keeps them too.
+"""The logged values of `training_step`, kept in tensors of the module, so that a model cut into shards keeps the values too.
 
 `TrainLogs` gives a module a table with a row for each name, and room for the states of its metrics. Each step adds its
 values, by the operations of Lightning's collection of results; the first step of an epoch begins anew. An evaluation reads
@@ -43,6 +43,8 @@ class TrainLogs:
 
     def prepare(self, module: nn.Module) -> None:
         """Give a new module the table, and a tensor for each state of its metrics."""
+        # In float64, which holds each value of a lower precision exactly; not persistent, so that `state_dict()` has the
+        # module's own keys alone.
         module.register_buffer(
             _BUFFER, torch.zeros(len(self.names) + 1, _COLUMNS, dtype=torch.float64), persistent=False
         )
@@ -69,6 +71,7 @@ class TrainLogs:
             total, size = rows[entry.name][0], rows[entry.name][1] + logged.values.get(entry.size_key, 0)
             if entry.kind in _BEGINNINGS:  # also where the first batches of the epoch have not logged the name
                 total = torch.where(rows[entry.name][-1] == 0, _BEGINNINGS[entry.kind], total)
+            # In the precision of the value, as Lightning adds, and not in the precision of the table.
             total = _added(entry.kind, total.to(value.dtype), value.reshape(()), logged.values.get(entry.size_key, 0))
             epoch = total / size.long() if entry.kind == "mean" else total
             rows[entry.name] = _row(table, total, size, epoch, value, _code(entry))
@@ -114,6 +117,7 @@ class TrainLogs:
         """
         values: dict[str, float] = {}
         rows = collected[_KEY + _BUFFER].view(-1, _COLUMNS).tolist()
+        # More rows follow: the count of batches, and the same table of every further batch.
         for name, (*_, of_epoch, last, code) in zip(self.names, rows, strict=False):
             if not code:
                 raise MetricError(
@@ -130,6 +134,7 @@ class TrainLogs:
 def _metric_value(name: str, number: int, collected: Mapping[str, Tensor], metrics: Mapping[str, Metric]) -> float:
     metric = [*metrics.values()][number]
     prefix = f"{_KEY}{_STATE}{number}_"
+    # The states of the first batch, because each batch of an evaluation has the same.
     states = {state: collected[prefix + state][: default.numel()] for state, default in _defaults(metric)}
     return float(metric_value(metric, name, states).item())
 
@@ -142,6 +147,7 @@ def _defaults(metric: Metric) -> Iterator[tuple[str, Tensor]]:
 
 
 def _code(entry: LoggedValue) -> int:
+    # From 1, because a row of zeros stands for a name that was never logged.
     return 1 + _KINDS.index(entry.kind) + (_FORKED if entry.is_forked else 0)
 
 

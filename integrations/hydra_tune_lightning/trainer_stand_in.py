@@ -1,4 +1,4 @@
-"""A stand-in for the `Trainer`, which a module's code finds as `self.trainer` and through which `self.log` works.
+"""A stand-in for the `Trainer`, found by a module's code as `self.trainer`; `self.log` works through the stand-in.
 
 The stand-in has the attributes whose values are right in every trial. Any other attribute is refused by name: a
 `self.current_epoch` without a trainer would be 0 for ever. `standing_in` attaches the stand-in while code of the module
@@ -37,11 +37,12 @@ _ALWAYS: dict[str, Any] = {
     "progress_bar_callback": None,
 }
 _BEFORE_TRAINING = {"current_epoch": 0, "global_step": 0}
+# `self.log` caches the ids of metrics in `_metric_attributes`; in a copy of the module the metrics have other ids.
 _SAVED = ("_trainer", "_current_fx_name", "_metric_attributes", "_device")
 
 
 class TrainerStandIn:
-    """Answers questions for attributes, and refuses those whose answer the pool does not know.
+    """Answers questions for attributes, and refuses attributes unknown to the pool.
 
     Args:
         path: the object that the stand-in stands for, in words of the module's code.
@@ -52,6 +53,7 @@ class TrainerStandIn:
         vars(self).update(attributes, _path=path)
 
     def __getattr__(self, name: str) -> Any:
+        # A deep copy looks for `__deepcopy__` and expects an AttributeError from an object without the method.
         if name.startswith("__"):
             raise AttributeError(name)
         raise TaskError(
@@ -61,7 +63,7 @@ class TrainerStandIn:
 
 
 def _as_is(tensor: Any, *_arguments: Any, **_options: Any) -> Any:
-    """Return a value of all processes, of which there is one."""
+    """Return a value of all processes: a pool has a single process."""
     return tensor
 
 
@@ -81,7 +83,7 @@ def stand_in(options: TrainerOptions, hook: str, **attributes: Any) -> TrainerSt
 
 @functools.cache
 def _casts_once() -> bool:
-    """Whether mixed precision casts a weight that is used twice only once, which changes the sum of its gradients.
+    """Whether mixed precision casts a twice-used weight only once, which changes the sum of the gradients.
 
     Lightning 2.4 does, and 2.6 does not.
     """

@@ -1,8 +1,8 @@
 """`on_validation_epoch_end` of a module, called on a copy that has the module's metrics and lists, and no weights.
 
 A metric that `validation_step` updates has its states of all batches there, and a list its items of all batches: each
-batch gives what it has appended (`appended`), and `ValidationEnd` puts the batches together again. Whatever the hook would
-keep for the next epoch is an error, because trials share the copy.
+batch gives the appended items (`appended`), and `ValidationEnd` puts the batches together again. A value kept by the hook
+for the next epoch is an error, because trials share the copy.
 """
 
 import copy
@@ -38,8 +38,9 @@ def _lists(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def _contents(value: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
-    """Iterate over a value and the values in it, each with a number that changes when the value is written in place."""
+    """Iterate over a value and the values inside, each with a number that changes when the value is written in place."""
     if isinstance(value, Tensor):
+        # A tensor made in inference mode has no version counter.
         yield value, 0 if value.is_inference() else value._version  # noqa: SLF001 - no public name
         return
     parts: Any = ()
@@ -70,7 +71,7 @@ def _is_same(before: list[tuple[Any, int]], now: list[tuple[Any, int]]) -> bool:
 
 @contextmanager
 def appended(module: nn.Module, *, is_wanted: bool) -> Iterator[dict[str, Tensor]]:
-    """Context around a step; the dict then has what the step has appended to lists of the module, which are as before.
+    """Context around a step; the dict then has the items appended to lists of the module, and the lists are as before.
 
     The dict also names other attributes that the step has changed, and the lengths of lists before, for the hook's copy.
 
@@ -133,7 +134,7 @@ def _dimensions(collected: Mapping[str, Tensor], key: str) -> int:
 
 
 def _unseen(collected: Mapping[str, Tensor], lists: Mapping[str, list[Any]]) -> set[str]:
-    """Return the names of attributes whose values a copy does not have: steps have changed or filled them otherwise."""
+    """Return the names of attributes without a value in a copy: steps have changed or filled these attributes otherwise."""
     found = {key.removeprefix(_SET) for key in collected if key.startswith(_SET)}
     lengths = {name: collected.get(f"{_LENGTH}{name}") for name in lists}
     return found | {name for name, of in lengths.items() if of is not None and bool((of != len(lists[name])).any())}
@@ -149,6 +150,7 @@ def _bare(part: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(part, memo)
     bare = copy.copy(part)
     parts = {name: child for name, child in part._modules.items() if child is not None and metrics_of(child)}  # noqa: SLF001
+    # New dicts, because the shallow copy shares the dicts of the module.
     vars(bare).update(_parameters={}, _buffers={}, _modules={name: _bare(child, memo) for name, child in parts.items()})
     return bare
 
@@ -166,7 +168,7 @@ class ValidationEnd:
     options: TrainerOptions
 
     def __call__(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the values that the hook logs, as those of a batch.
+        """Return the values logged by the hook, in the form of a batch.
 
         Args:
             collected: the values of all batches.

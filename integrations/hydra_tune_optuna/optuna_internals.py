@@ -1,7 +1,7 @@
 """Every private name of Optuna that the integration needs, behind public names of this module.
 
 Optuna offers ask and tell. Its logging of trials, `stop()`, progress bar, heartbeat and state of exhaustive samplers
-have no public interface for programs that drive a study themselves. All such access is in this module, so that one
+have no public interface for programs with a loop of their own. All such access is in this module, so that a single
 contract test tells whether a release of Optuna still fits. The module decides nothing about trials or pools.
 `OptimizeDriver` (`search/driver.py`) asks for and tells each trial through this module; the rest of the package reads
 and writes the private state of Optuna's objects here.
@@ -171,6 +171,7 @@ def ask(study: Study, mark: str | None = None) -> Trial:
     study._thread_local.cached_all_trials = None  # as Study.ask does
     trial_id = _take_waiting(study, mark)
     if trial_id is None:
+        # State and mark in one call, so that a process killed here leaves no running trial without a mark.
         trial_id = study._storage.create_new_trial(
             study._study_id, create_trial(state=TrialState.RUNNING, system_attrs={mark: True})
         )
@@ -391,7 +392,7 @@ def nothing_new_to_sample(study: Study) -> bool:
 
 
 def completed_needed(pruner: BasePruner) -> int:
-    """Completed trials that the pruner needs before it can prune; 0 for pruners unknown to Optuna."""
+    """Completed trials needed before the pruner can prune; 0 for pruners unknown to Optuna."""
     match pruner:
         case PercentilePruner():  # MedianPruner is one
             return max(1, pruner._n_startup_trials, pruner._n_min_trials)

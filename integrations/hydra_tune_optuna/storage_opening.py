@@ -39,7 +39,7 @@ def has_tables(url: str) -> bool:
 def check_file(url: str) -> None:
     """Refuse a storage file without Optuna's tables, which Optuna would create, while a reader wants an error.
 
-    A search that has just begun creates its tables. A second program that creates them at the same time makes the search fail.
+    A search creates the tables at the beginning. A second program that creates tables at the same time makes the search fail.
 
     Raises:
         ConfigError: the text is no URL, there is no such file, or an SQLite file has no tables of Optuna, or not all of

@@ -159,7 +159,7 @@ def _check_has_points(study: Study, name: str) -> None:
 
 
 def _varying(study: Study) -> list[str] | None:
-    """Names of the parameters that are not fixed to one value; None where that is all, as Optuna chooses by itself then."""
+    """Names of the parameters not fixed to a single value; None if no parameter is fixed: Optuna then takes all by itself."""
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     names = {name for trial in trials for name in trial.params}
     varying = {name for trial in trials for name, kept in trial.distributions.items() if not kept.single()}

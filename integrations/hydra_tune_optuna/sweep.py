@@ -98,7 +98,7 @@ def run_sweep(request: SweepRequest) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Optuna's own lines, one for each trial, which would repeat the observer's."""
+    """Silence Optuna's own lines for each trial, which would repeat the observer's."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:

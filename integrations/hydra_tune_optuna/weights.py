@@ -113,7 +113,7 @@ class StudyWeights:
         self._files = BestWeights(_own_folder(study, weights_dir or DEFAULT_DIR), self._choose)
 
     def completed(self, trial: FrozenTrial, task: TrainTask, result: Any) -> None:
-        """Keep the weights of a completed trial if it is among the best; the storage knows of its completion already.
+        """Keep the weights of a completed trial if the trial is among the best; the storage knows of the completion already.
 
         Args:
             trial: the storage's record. A trial that violates a constraint is not kept.

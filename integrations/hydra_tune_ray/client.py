@@ -89,6 +89,7 @@ class TrialClient:
             PoolError: there is no pool.
         """
         # Renewals run already: building the task may take longer than the lease.
+        # A daemon, so that a process that ends without `leave` does not live on for the renewals.
         threading.Thread(target=self._renew, name="hydra-lease", daemon=True).start()
         self._begin_in(None if ticket is None else ticket.pool, ticket)
 
@@ -153,7 +154,7 @@ class TrialClient:
             ray.get(self._pool.call.remote("end", self._request.key, parks=parks), timeout=_LEAVE_SECONDS)
 
     def _begin_in(self, pool: str | None, ticket: TrialTicket | None) -> None:
-        """Begin in a pool; in another one if that pool is lost, for it has not trained anything of this attempt yet.
+        """Begin in a pool; in another if the pool is lost, for a lost pool has not trained anything of this attempt yet.
 
         Ray learns only after a while that a node has died, and answers for that node's pools until then. With a failure
         instead, the death of a node would cost a trial two of Ray's retries.
@@ -205,6 +206,7 @@ class TrialClient:
         # Before any other message, which another version could not read.
         check_directory(directory, self._directory.removeprefix("pools-"))
         node_id = ray.get_runtime_context().get_node_id()
+        # The directory itself waits up to `_PLACE_SECONDS` for a pool to appear.
         call = directory.place.remote(self._request.key, node_id, _PLACE_SECONDS)
         return str(ray.get(call, timeout=_PLACE_SECONDS + _ANSWER_SECONDS))
 
@@ -240,6 +242,7 @@ class TrialClient:
 
     def _is_here(self) -> bool:
         """Whether the pool is on this node."""
+        # `PoolDirectory` ends the name of each pool with the id of the node.
         return self._pool_name.endswith(f":{ray.get_runtime_context().get_node_id()}")
 
     def _check(self, over: EndOutcome) -> None:

@@ -36,6 +36,7 @@ def pickled(value: Any, what: str) -> bytes:
 
 def _blamed(value: Any) -> str:
     """Describe the innermost objects that do not pickle."""
+    # Into a buffer, because Ray prints a tree of its findings.
     _, failures = inspect_serializability(value, depth=4, print_file=io.StringIO())
     culprits = [_place(failure) for failure in failures if failure.obj is not value]
     return "because of " + "; ".join(sorted(culprits)) if culprits else f"because of {_kind(value)}"

@@ -130,8 +130,8 @@ def start_pools(
 ) -> Pools:
     """Start a pool on each node of the cluster with devices, and on each such node that joins later.
 
-    Connects to Ray as `ray.init()` does, unless the program is connected already. A node with GPUs gives all of them to
-    its pool, or those that `devices` names; in a cluster without GPUs, each node's pool has as many CPU devices as Ray
+    Connects to Ray as `ray.init()` does, unless the program is connected already. A node with GPUs gives all GPUs to the
+    pool, or the GPUs named by `devices`; in a cluster without GPUs, each node's pool has as many CPU devices as Ray
     counts CPUs there. Pools take no CPUs from Ray's account.
 
     Args:

@@ -119,6 +119,7 @@ def _search(request: ClusterRequest, pools: Pools, scheduler: TrialScheduler, se
             scheduler=scheduler,
             search_alg=search,
             max_concurrent_trials=width,
+            # `PoolTrainable` takes the config of another trial in place, which saves the start of a process.
             reuse_actors=True,
         ),
         run_config=tune.RunConfig(

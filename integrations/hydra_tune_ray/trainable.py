@@ -91,6 +91,7 @@ def trainable(
     pools_in_use = start_pools(**executor_options) if pools is None else pools
     settings = TrainableSettings(directory=f"pools-{pools_in_use.name}", build=data, lease_seconds=lease_seconds)
     name = getattr(build, "__name__", None) or type(build).__name__
+    # Ray makes each trial from the class and a config, so the settings travel as attributes of the class.
     return type(
         name, (PoolTrainable,), {"settings": settings, "pools": pools_in_use.name, "__doc__": PoolTrainable.__doc__}
     )
@@ -171,7 +172,7 @@ class PoolTrainable(Trainable):
             self._client.leave()
 
     def _go_on(self) -> None:
-        """Take the trial to a pool, unless it already waits in one at the wanted report, with the same config."""
+        """Take the trial to a pool, unless the trial already waits in a pool at the wanted report, with the same config."""
         earlier_client, self._client, self._reset = self._client, None, False
         self._has_pruned_itself = False
         digest = _digest(self._drawn)

@@ -1,7 +1,7 @@
 """A Hugging Face `Trainer` in a shared pool: `task_from_trainer(make_trainer)` describes its training as a `TrainTask`.
 
-The numbers are those of `Trainer.train()` on a CPU, to the last bit, also for a model that is cut into shards. A `Trainer`
-that the pool would not train exactly is refused, with every reason and remedy. `hyperparameter_search` is
+The pool reproduces the numbers of `Trainer.train()` on a CPU to the last bit, also for a model cut into shards. The package
+refuses a `Trainer` that the pool would not train exactly, with every reason and remedy. `hyperparameter_search` is
 `Trainer.hyperparameter_search` with a pool, and `install()` gives the method itself an `executor=`.
 
 The package must not know shards or devices. Read `task` first, which maps each part of a `Trainer` to an argument of the

@@ -1,8 +1,8 @@
 """Batches in the order and at the time of a `Trainer`.
 
-`Trainer` draws through a loader of accelerate, which is one batch ahead of the training: a collator that draws random
-numbers (masked tokens) draws those of the next batch before the present one trains. `AheadLoader` does the same, from the
-samplers that the `Trainer` itself has made. `task.py` makes the loaders.
+`Trainer` draws through a loader of accelerate, always a batch ahead of the training: a collator with random numbers (masked
+tokens) draws the numbers of the next batch before the present batch trains. `AheadLoader` does the same, from the samplers
+of the `Trainer`. `task.py` makes the loaders.
 """
 
 import copy
@@ -16,11 +16,11 @@ from hydra_tune.errors import TaskError
 
 
 class AheadLoader(DataLoader[Any]):
-    """Draws each batch one early, and gives batches as dicts.
+    """Draws each batch while the batch before is still to train, and gives batches as dicts.
 
     Args:
         prepared: loader of the `Trainer`.
-        short_pass: number of the pass, from 0, that ends early, and its batches; None: no pass does.
+        short_pass: number of the pass with an early end, from 0, and the batches of the pass; None: no pass ends early.
     """
 
     def __init__(self, prepared: Any, short_pass: tuple[int, int] | None = None) -> None:
@@ -51,6 +51,7 @@ class AheadLoader(DataLoader[Any]):
             drawn.append(batch)
             if len(drawn) > 1:
                 yield _as_dict(drawn.pop(0))
+            # Only after the yield: accelerate has drawn the next batch, too, when the last batch of the pass trains.
             if number == most:
                 return
         yield from map(_as_dict, drawn)
@@ -65,6 +66,7 @@ class SameOrder:
 
     def __call__(self) -> AheadLoader:
         """Return the loader of a pass."""
+        # A copy of each object down to the generator: the loader itself must stay as before the first pass.
         loader = copy.copy(self._loader)
         batch_sampler: Any = copy.copy(loader.batch_sampler)
         batch_sampler.sampler = copy.copy(batch_sampler.sampler)

@@ -1,8 +1,8 @@
 """The evaluation of a `Trainer`: a loss and predictions for each batch, and metrics over all of them.
 
-`TrainerEvaluation` does what `Trainer.prediction_step` does for a batch, and `TrainerMetrics` what `Trainer.evaluation_loop`
-does after the last batch. The pool concatenates the values of all batches in between, so a tensor of predictions goes
-there flat, beside its sizes: `logits.0` and `logits.0:0`, `logits.0:1`, ... `EarlyStop` ends a training.
+`TrainerEvaluation` takes the place of `Trainer.prediction_step` for a batch, and `TrainerMetrics` the place of
+`Trainer.evaluation_loop` after the last batch. The pool concatenates the values of all batches in between, so a tensor of
+predictions goes there flat, beside its sizes: `logits.0` and `logits.0:0`, `logits.0:1`, ... `EarlyStop` ends a training.
 """
 
 import threading
@@ -63,6 +63,7 @@ class TrainerEvaluation:
                 f"a batch of {', '.join(batch)} of eval_dataset lacks the labels ({wanted}), so there is nothing to report; "
                 "give the labels, or label_names="
             )
+        # As in `Trainer.prediction_step`: the count of this batch, not of the batches of an optimizer step.
         total = None if self.item_count is None else self.item_count.tensor(batch)
         loss, outputs = self.step.loss_and_outputs(module, batch, total)
         values: dict[str, Any] = {_LOSS: self._widened(loss.detach().mean())}
@@ -97,7 +98,7 @@ class TrainerMetrics:
     Args:
         compute_metrics: as of the `Trainer`.
         batch_size: samples of each batch but the last.
-        num_samples: samples in all; None: every batch is full, or its loss counts as that of a full one.
+        num_samples: samples in all; None: every batch is full, or the loss of a shorter batch counts as of a full batch.
         drops_bad_losses: whether losses that are NaN or infinite are left out of the mean, where others are finite.
         compute_objective: `{metric: value} -> value` of a search; reported as `objective`.
     """
@@ -142,6 +143,7 @@ class TrainerMetrics:
     def _mean_loss(self, of_batches: Tensor) -> float:
         # Each loss once for each sample, and in float32: the mean of numpy is then that of `Trainer`, to the last bit.
         losses = of_batches.repeat_interleave(self.batch_size)
+        # Of the losses of the last batch, `gather_for_metrics` of accelerate keeps one for each sample.
         if rest := self._remainder():
             losses = losses[: rest - self.batch_size]
         numbers = losses.numpy()
@@ -196,6 +198,7 @@ class EarlyStop:
             is_better = best is None or (value > best if self.is_greater_better else value < best)
             improves = best is None or (is_better and abs(value - best) > self.threshold)
             num_without = 0 if improves else num_without + 1
+            # Apart from `improves`: `Trainer` moves its best value also by less than the threshold of the callback.
             best = value if is_better else best
         return num_without >= self.patience
 

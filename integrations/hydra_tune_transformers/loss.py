@@ -1,8 +1,8 @@
 """The training loss of a `Trainer`, as a step of a task.
 
-`TrainerStep` does what `Trainer.training_step` and `Trainer.compute_loss` do between a batch and its loss. A step holds
-the few settings that this needs, and not the `Trainer`: a trial that is cut compares all that its step reads before each
-step, and trials with equal steps may be fused. `task.py` makes the step, and `evaluation.py` evaluates with it.
+`TrainerStep` computes a loss from a batch as `Trainer.training_step` and `Trainer.compute_loss` do. A step holds the few
+settings needed for the loss, and not the `Trainer`: a trial cut into shards compares everything read by the step before each
+step, and trials with equal steps may be fused. `task.py` makes the step, and `evaluation.py` evaluates with the same step.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,8 @@ class TrainerStep:
         return self.loss_and_outputs(module, batch, total)[0]
 
     def loss_and_outputs(self, module: nn.Module, batch: Mapping[str, Any], total: Tensor | None) -> tuple[Tensor, Any]:
-        """Return the loss of a batch, and what the model returned."""
+        """Return the loss of a batch, and the model's outputs."""
+        # A copy, because the labels leave `inputs` below, and an evaluation reads them from the batch afterwards.
         inputs, labels = dict(batch), None
         if (self.label_smoother is not None or self.loss_function is not None) and "labels" in inputs:
             labels = inputs.pop("labels")
@@ -92,8 +93,10 @@ class ItemCount:
                 f"a batch of {', '.join(batch)} has no tensor 'labels', whose number the model is given; let the data or the "
                 "collator give labels"
             )
+        # Collators without padding shift the labels themselves, and `Trainer` then counts the shifted labels.
         if isinstance(batch.get("shift_labels"), Tensor):
             labels = batch["shift_labels"]
         elif self.is_shifted:
             labels = labels[..., 1:]
+        # `Trainer` divides the count by the number of devices with the same batch, so the count becomes float32.
         return labels.ne(IGNORED_LABEL).sum().to(torch.float32)

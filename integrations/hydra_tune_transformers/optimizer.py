@@ -1,7 +1,7 @@
 """The optimizer of a `Trainer` as factories: groups by the names of parameters, and the class with its settings.
 
-`Trainer.create_optimizer` makes an optimizer for the parameters of one model. `OptimizerRecipe` keeps what is needed to
-make the same one for another model, and checks that it does. `task.py` takes the recipe.
+`Trainer.create_optimizer` makes an optimizer for the parameters of one model. `recipe_of` keeps the class, the
+settings and the names of the parameters, and checks that the recipe makes an equal optimizer. `task.py` takes the recipe.
 """
 
 import inspect
@@ -48,7 +48,7 @@ class OptimizerOfClass:
 
 
 def recipe_of(optimizer: Any, model: nn.Module) -> tuple[NamedGroups, OptimizerOfClass]:
-    """Return how to make an optimizer like a given one, which has not made a step.
+    """Return the recipe for another optimizer like a given optimizer that has made no step.
 
     Args:
         optimizer: optimizer of the model's parameters.
@@ -69,6 +69,7 @@ def recipe_of(optimizer: Any, model: nn.Module) -> tuple[NamedGroups, OptimizerO
         {**group, "params": tuple(names[id(parameter)] for parameter in group["params"])}
         for group in optimizer.param_groups
     )
+    # The defaults may have names unknown to the constructor, such as `decoupled_weight_decay` of AdamW.
     known = inspect.signature(kind).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in known}
     recipe = NamedGroups(groups), OptimizerOfClass(kind, arguments)

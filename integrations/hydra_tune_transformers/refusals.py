@@ -257,6 +257,7 @@ def _code(trainer: Trainer) -> Iterator[str]:
 def _callbacks(trainer: Trainer) -> Iterator[str]:
     for callback in trainer.callback_handler.callbacks:
         kind = type(callback)
+        # By name, because the module of this class imports IPython.
         if kind.__name__ == "NotebookProgressCallback" or kind in _CALLBACKS:
             continue
         yield (

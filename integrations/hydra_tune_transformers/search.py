@@ -40,8 +40,8 @@ def hyperparameter_search(
     Args:
         trainer: a `Trainer` as `task_from_trainer` takes it, with a `model_init`; unchanged afterwards. A `model_init` of
             one argument is called with the trial, and once more when the trial trains, then with the values drawn.
-        hp_space: `(trial) -> {argument of TrainingArguments: value}`; default: that of the transformers library.
-        compute_objective: `(metrics) -> value`, or several values; default: that of the transformers library.
+        hp_space: `(trial) -> {argument of TrainingArguments: value}`; default: as in the transformers library.
+        compute_objective: `(metrics) -> value`, or several values; default: as in the transformers library.
         n_trials: trials to run.
         direction: `"minimize"` or `"maximize"`, or a list of these for several values.
         executor: the pool.
@@ -83,9 +83,11 @@ def _build(
     trial: Trial,
 ) -> TrainTask:
     with own_random_state():
+        # Shallow: trials share the data, and the arguments, model and optimizer of the given `Trainer` stay.
         own = copy.copy(trainer)
         own.args = copy.copy(trainer.args)
         set_seed(own.args.seed)
+        # Before the arguments are set, as in `Trainer.train`: the sampler draws for the `model_init` first.
         own.model, own.optimizer, own.lr_scheduler = own.call_model_init(trial), None, None
         for name, value in space(trial).items():
             if not hasattr(own.args, name):
@@ -95,6 +97,7 @@ def _build(
             setattr(own.args, name, value if before is None else type(before)(value))
         own._train_batch_size = own.args.train_batch_size  # noqa: SLF001 - as `Trainer` itself does in a search
         own.create_accelerator_and_postprocess()
+        # The `model_init` runs again in the pool, and the fixed trial answers without the storage of the study.
         drawn = FixedTrial(trial.params, trial.number)
         names = tuple(f"val_{OBJECTIVE}_{number}" for number in range(num_objectives)) or f"val_{OBJECTIVE}"
         model = InitializedModel(trainer.model_init, drawn, trainer.processing_class)
@@ -105,7 +108,8 @@ class PoolBackend(OptunaBackend):  # type: ignore[misc]  # to mypy the library i
     """The Optuna backend of the transformers library, which takes `executor=` as well."""
 
     def run(self, trainer: Trainer, n_trials: int, direction: str | list[str], **kwargs: Any) -> Any:
-        """Search in the pool of `executor`, or without one as the library does."""
+        """Search in the pool of `executor`; without `executor`, search as the library does."""
+        # Removed also when None: the library passes all other arguments on to `optuna.create_study`.
         executor = kwargs.pop("executor", None)
         if executor is None:
             return super().run(trainer, n_trials, direction, **kwargs)

@@ -1,7 +1,7 @@
 """`task_from_trainer`: a stock `Trainer` of the transformers library as a `TrainTask`.
 
 The `Trainer` is made once, read, and given up; the task keeps its settings, its data and the factories. Read
-`task_of` first, which names what becomes of each part: `data.py` for the batches, `loss.py` for a step, `optimizer.py`,
+`task_of` first, for the place of each part: `data.py` for the batches, `loss.py` for a step, `optimizer.py`,
 `evaluation.py`. `refusals.py` has everything that is refused. `trainer_from_result` is the way back.
 """
 
@@ -71,14 +71,16 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
     """Return a new `Trainer` with the trained weights of a result.
 
     `evaluate()` gives the numbers of the last report, and `save_model()` writes the model and its tokenizer. `state` with its
-    log history, the optimizer and the scheduler are those of a new `Trainer`; the reports are in `result.history`.
+    log history, the optimizer and the scheduler belong to the new `Trainer`; the reports are in `result.history`.
 
     Args:
         make_trainer: as for `task_from_trainer`.
         result: a pool's `Result` of the task, or the `PlainResult` of `hydra_tune.train_plain`.
     """
     trainer = make_trainer()
+    # A copy, because Trainers of a script may share one model, and every trial begins with the weights of that model.
     model = _align(own_copy(trainer.model), trainer.processing_class)
+    # `Trainer` holds the model in three places, and hands the model of the third to callbacks.
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
     model.load_state_dict(result.state_dict())
     return trainer
@@ -88,6 +90,7 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
 def own_random_state() -> Iterator[None]:
     """Put the process's random streams back after the block: a `Trainer` seeds them."""
     state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global stream
+    # No GPU streams: by default torch initializes every GPU of the machine to read its stream.
     with torch.random.fork_rng(devices=[]):
         try:
             yield
@@ -166,6 +169,7 @@ def task_of(
     if reasons:
         raise RefusedTrainerError(reasons)
     args = trainer.args
+    # From now on a model with these tensors is copied for each trial; see `own_copy`.
     mark_seen(trainer.model)
     if trainer.model_init is not None:
         set_seed(args.seed)  # as train(), before it makes the loader, whose order goes by the seed
@@ -193,7 +197,9 @@ def task_of(
         step=step,
         loss_weight=item_count,
         accumulate=args.gradient_accumulation_steps,
+        # `Trainer` divides the losses of a shorter last step by the number of batches in the step.
         remainder="divide_by_rest",
+        # 0 turns clipping off in `Trainer`.
         max_grad_norm=args.max_grad_norm or None,
         precision="bfloat16" if args.bf16 else "float32",
         seed=args.seed,
@@ -251,6 +257,7 @@ def _evaluation(
     if trainer.eval_dataset is None:
         return {}
     best = args.metric_for_best_model
+    # `Trainer` takes the name with or without the prefix.
     metric = "val_loss" if best is None else "val_" + best.removeprefix("eval_")
     loader = AheadLoader(trainer.get_eval_dataloader())
     batch_sampler: Any = loader.batch_sampler
@@ -291,6 +298,7 @@ def _interval(args: Any, strategy: str, steps: int) -> int | str:
         return "epoch"
     if strategy == "no":
         return steps
+    # Below 1 the number is a share of the training; see `TrainerState.compute_steps`.
     every = args.eval_steps if args.eval_steps >= 1 else math.ceil(steps * args.eval_steps)
     if steps % every:
         reason = (

@@ -1,4 +1,4 @@
-"""The loop between a study and a pool, and what makes it go on after a crash.
+"""The loop between a study and a pool, and the parts that resume the loop after a crash.
 
 The package must not be imported by name from outside: `PoolStudy` and `run_sweep` are its users. Read `driver` first
 (ask, build, submit, report, tell), then `resume_study` and `resume_sweep`; `shutdown` ends a search early,

@@ -31,7 +31,7 @@ class _WeightsRecovery:
 
 
 class StudyCheckpointCollector:
-    """Told trials of one search, until nothing of them is needed any more.
+    """Told trials of a search, until nothing of these trials is needed any more.
 
     Args:
         study: the study.

@@ -178,6 +178,7 @@ class OptimizeDriver:
                 self._resuming.close(
                     leaves=bool(self._untold) or any(not resumable.is_told for resumable in self._left)
                 )
+        # As `Study.optimize` ends, so that this thread leaves no session open.
         optuna_internals.storage_of(self._study).remove_session()
         if self._error is not None:
             raise self._error
@@ -576,7 +577,7 @@ class OptimizeDriver:
 
 
 def _error_of(event: Finished | Failed) -> BaseException | None:
-    """Return the error that the objective would have raised had it run the job, or None for a normal return."""
+    """Return the error that an objective would have raised in place of the job, or None for a normal return."""
     result = event.result
     if isinstance(event, Failed):
         return result.error or HydraTuneError(f"{event.job.name} failed and its pool gave no reason")

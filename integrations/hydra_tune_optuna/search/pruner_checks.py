@@ -6,7 +6,7 @@ is staggered (`choose_admission`). The module counts trials, and drives nothing.
 asks before each search, and `run_sweep` (`sweep.py`) before each sweep of the command line.
 
 Note: trials that run ahead. Staggered trials end early, but an idle device still trains trials that the pruner cannot
-judge yet. The median saves most if just the trials that it needs run to their ends first. So, until enough trials have
+judge yet. The median pruner saves most if just the trials needed for comparison end first. So, until enough trials have
 completed, the oldest trials run ahead, and any other trial waits at its first report that the pruner could judge. Then
 half of the devices may idle for the length of a trial at most, at the beginning of the search. In exchange hardly any
 trial is trained that the pruner would have ended, so the search is over as early as without waiting
@@ -142,7 +142,7 @@ def _first_wave(executor: HydraExecutor, n_trials: int | None, missing: int) -> 
 
     Members of a group advance together, so the pruner has nothing to judge by before a first group has ended. A search
     on CPUs begins with one group's worth of trials, shared by all devices: a smaller group's step is faster nearly in
-    proportion. On a GPU it may take as long, so that a first wave would delay all others by its whole length.
+    proportion. On a GPU a smaller group may take as long, and a first wave would delay all others by the length of the wave.
     """
     first_wave = max(executor.fusion_size, missing)
     if not executor.fusion_size or first_wave >= executor.width:

@@ -1,4 +1,4 @@
-"""Finds trials that a dead process has left running, so that a new search can resume them.
+"""Finds trials left running by a dead process, for a new search to resume.
 
 The module does not know how a trial is driven. `OptimizeDriver` (`driver.py`) claims the found trials at the start of
 each search; `resume_sweep.py` lists them before a sweep, without claiming any.

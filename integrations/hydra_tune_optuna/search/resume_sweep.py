@@ -28,8 +28,8 @@ def going_on(study: Study, pool: HydraExecutor) -> tuple[frozenset[int], list[in
         pool: holds the checkpoints.
 
     Returns:
-        The numbers of the trials that resume, or begin anew, under them; and those of the trials that belong, or may
-        belong, to another process.
+        The numbers of the trials that resume, or begin anew, under their numbers; and the numbers of the trials that belong,
+        or may belong, to another process.
     """
     resuming = StudyResumer(study, pool)
     if not resuming.saves:

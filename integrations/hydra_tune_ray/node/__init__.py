@@ -1,6 +1,6 @@
-"""The pools' side of the Ray integration: the actors on each node, and what they train.
+"""The pools' side of the Ray integration: the actors on each node, and the trials in training.
 
 The package must not import Ray Tune: trials and drivers do. Read `node_pool` first, the pool of one node, then
-`trial_leases` (who trains here, until when) and `pool_runtime`; `pool_directory` knows all pools, `heartbeat` tells it,
+`trial_leases` (the trials here, until when) and `pool_runtime`; `pool_directory` knows all pools, `heartbeat` tells it,
 `balance` with `remaining_time` says which trial goes where, and `local_socket` is the short way from a trial's process.
 """

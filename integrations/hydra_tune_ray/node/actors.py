@@ -90,6 +90,7 @@ def start_pool(place: NodePoolSpec) -> Any:
     Returns:
         The actor's handle.
     """
+    # Not soft: name and devices of the pool belong to this node, and another node has a pool of its own.
     strategy = NodeAffinitySchedulingStrategy(node_id=place.node.node_id, soft=False)
     actor_class = ray.remote(PoolActor).options(
         name=place.name,

@@ -1,9 +1,9 @@
 """Load balancing: assigns trials to pools by the compute that each pool still has to do.
 
 Pure Python: `benchmarks/ray_scale.py` simulates with the same code. The rule is longest remaining time first, as within
-a pool: of the trials of the pool that would end last, one moves to the pool that would end first. The chosen trial
-makes the later of the two pools end soonest. `PoolDirectory` (`pool_directory.py`) chooses a pool when a trial begins,
-and asks for moves at each report of a pool.
+a pool: a trial moves from the pool that would end last to the pool that would end first. The chosen trial makes the later
+of the two pools end soonest. `PoolDirectory` (`pool_directory.py`) chooses a pool when a trial begins, and asks for moves at
+each report of a pool.
 """
 
 from collections.abc import Mapping

@@ -134,6 +134,7 @@ class PoolDirectory:
 
     async def pulse(self, name: str, load: PoolLoadReport, actor: Any) -> Mapping[str, str]:
         """Take a pool's load report; answer with the trials that should move, each with its target pool."""
+        # A restarted directory may learn of a running pool here first.
         pool = self._pools.setdefault(name, _RegisteredPool(actor, load, 0.0))
         pool.load, pool.seen = load, time.monotonic()
         pool.placed = {
@@ -166,6 +167,7 @@ class PoolDirectory:
             task.cancel()
         # A cancelled start kills its own actor: wait for the start's end, or its pool would outlive the directory.
         await asyncio.gather(*starting, return_exceptions=True)
+        # Emptied before the wait: `place` must not choose a pool that is ending.
         pools, self._pools = self._pools, {}
         await asyncio.gather(*(_closed(pool.actor) for pool in pools.values()))
 

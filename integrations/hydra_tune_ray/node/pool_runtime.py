@@ -37,6 +37,7 @@ class NodePoolRuntime:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.executor = HydraExecutor(**options)
         self.device_names = self.executor.device_names  # opens the devices, and raises here if one is missing
+        # After the devices, so that a failed opening leaves no folder behind.
         self._scratch = Path(tempfile.mkdtemp(prefix="hydra-tune-ray-"))
 
     def submit(self, request: BeginRequest, files: Files | None, events: EventStream) -> Job:

@@ -69,7 +69,7 @@ class LeasedTrial:
 
     @property
     def leaves(self) -> bool:
-        """Whether the trial can move now: it waits at a report, or has not begun."""
+        """Whether the trial can move now: while waiting at a report, or before the beginning."""
         if self.target is None or self.job is None:
             return False
         # `number` counts on from earlier attempts: equal to the request's, the trial has made no report here.
