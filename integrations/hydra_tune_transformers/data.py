@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader
 
 from hydra_tune.errors import TaskError
+from hydra_tune_transformers.errors import RefusedTrainerError
 
 
 class AheadLoader(DataLoader[Any]):
@@ -24,6 +26,16 @@ class AheadLoader(DataLoader[Any]):
     """
 
     def __init__(self, prepared: Any, short_pass: tuple[int, int] | None = None) -> None:
+        sampler: Any = getattr(prepared.batch_sampler, "sampler", None)
+        for name, part in (
+            ("dataset", prepared.dataset),
+            ("batch sampler", prepared.batch_sampler),
+            ("sampler", sampler),
+        ):
+            # Accelerate's sampler counts its passes itself, and its `set_epoch` changes nothing then.
+            if hasattr(part, "set_epoch") and not isinstance(part, SeedableRandomSampler):
+                reason = f"the {name} {type(part).__name__} has set_epoch(), which the pool would not call"
+                raise RefusedTrainerError([f"{reason}: let the {name} count its passes"])
         super().__init__(
             prepared.dataset,
             batch_sampler=prepared.batch_sampler,
@@ -34,7 +46,6 @@ class AheadLoader(DataLoader[Any]):
         )
         self.short_pass = short_pass
         self.num_passes = 0
-        sampler: Any = getattr(prepared.batch_sampler, "sampler", None)
         # Accelerate's sampler makes its generator in the first pass, and a checkpoint holds only generators that were there
         # before. The sampler seeds it at the beginning of each pass.
         if hasattr(sampler, "initial_seed") and sampler.generator is None:

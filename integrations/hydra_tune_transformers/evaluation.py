@@ -5,6 +5,7 @@
 predictions goes there flat, beside its sizes: `logits.0` and `logits.0:0`, `logits.0:1`, ... `EarlyStop` ends a training.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ class TrainerMetrics:
             of_batch = sizes[:, number].tolist()
             return collected[path][begin : begin + int(np.prod(of_batch))].view(of_batch)[:first]
         parts: list[Any] = []
-        while any(name.startswith(f"{path}.{len(parts)}") for name in collected):
+        while any(name == (part := f"{path}.{len(parts)}") or name.startswith(f"{part}.") for name in collected):
             parts.append(self._of_batch(collected, f"{path}.{len(parts)}", number, first))
         return tuple(parts)
 
@@ -192,11 +193,12 @@ class EarlyStop:
 
     def __call__(self, history: Sequence[Mapping[str, float]]) -> bool:
         """Whether the training ends after the last report of its history."""
-        best, num_without = None, 0
-        for entry in history:
+        # Not the first value, which may be NaN: `Trainer` never has NaN as its best.
+        best, num_without = -math.inf if self.is_greater_better else math.inf, 0
+        for number, entry in enumerate(history):
             value = entry[self.metric]
-            is_better = best is None or (value > best if self.is_greater_better else value < best)
-            improves = best is None or (is_better and abs(value - best) > self.threshold)
+            is_better = value > best if self.is_greater_better else value < best
+            improves = number == 0 or (is_better and abs(value - best) > self.threshold)
             num_without = 0 if improves else num_without + 1
             # Apart from `improves`: `Trainer` moves its best value also by less than the threshold of the callback.
             best = value if is_better else best
@@ -219,6 +221,12 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         raise TaskError(
             f"the model's predictions have a {type(value).__name__}, and compute_metrics is given tensors and tuples of these; "
             "pick the tensors in preprocess_logits_for_metrics="
+        )
+    if not value:
+        # Nothing would stand for an empty tuple among the collected values, and its followers would be lost.
+        raise TaskError(
+            f"the {path.partition('.')[0]} of a batch hold an empty {type(value).__name__}; pick the tensors in "
+            "preprocess_logits_for_metrics="
         )
     for number, item in enumerate(value):
         yield from _leaves(f"{path}.{number}", item)

@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import itertools
 import math
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +19,10 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import hydra_tune_transformers
 from hydra_tune import HydraExecutor, train_plain
-from hydra_tune.errors import MetricError
+from hydra_tune.errors import MetricError, TaskError
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune_transformers import RefusedTrainerError, refusals, task_from_trainer, trainer_from_result
+from hydra_tune_transformers.evaluation import EarlyStop
 from tests.docs.pages import DOCS, PageCode
 from tests.support import checkpointed
 from tests.support.trainers import (
@@ -259,6 +262,34 @@ def test_early_stopping_stops_where_the_trainer_does(tmp_path, metric, threshold
     assert_same(train_plain(task_from_trainer(make)), weights, reports)
 
 
+@pytest.mark.parametrize("is_greater_better", [False, True])
+def test_early_stopping_counts_as_the_trainer_does_whatever_the_values(is_greater_better):
+    """Also NaN and infinite ones, first or later; `Trainer` compares before it keeps the best."""
+    for values in itertools.product([math.nan, math.inf, -math.inf, 1.0, 1.04, 2.0], repeat=4):
+        callback = EarlyStoppingCallback(2, 0.05)
+        seen = SimpleNamespace(
+            state=transformers.TrainerState(),
+            args=SimpleNamespace(metric_for_best_model="loss", greater_is_better=is_greater_better, save_strategy="no"),
+        )
+        stops = EarlyStop(metric="val_loss", is_greater_better=is_greater_better, patience=2, threshold=0.05)
+        for number, value in enumerate(values):
+            callback.check_metric_value(seen.args, seen.state, None, value)
+            Trainer._determine_best_metric(seen, {"eval_loss": value}, None)
+            expected = callback.early_stopping_patience_counter >= 2
+            assert stops([{"val_loss": each} for each in values[: number + 1]]) == expected, values
+
+
+def test_predictions_with_an_empty_tuple_are_refused_by_name(tmp_path):
+    """Values behind the empty tuple were lost."""
+    task = task_from_trainer(
+        making(tmp_path, given={"preprocess_logits_for_metrics": lambda logits, labels: (logits, (), logits)})
+    )
+    with pytest.raises(
+        TaskError, match="the logits of a batch hold an empty tuple; pick the tensors in preprocess_logits"
+    ):
+        train_plain(task)
+
+
 def test_the_result_becomes_a_trainer_that_evaluates_to_the_reported_numbers(stock, tmp_path):
     make, weights, reports = stock("token classification")
     with HydraExecutor("cpu:1") as pool:
@@ -369,6 +400,21 @@ class Endless(torch.utils.data.IterableDataset):
         yield {}
 
 
+class Epochs(Rows):
+    def set_epoch(self, epoch):
+        """Change the order or the samples of the epoch."""
+
+
+class EpochSampler(torch.utils.data.SequentialSampler):
+    def set_epoch(self, epoch):
+        """Change the order of the epoch."""
+
+
+class OwnOrder(Trainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return EpochSampler(self.train_dataset)
+
+
 def given(**arguments):
     return {"given": arguments}
 
@@ -410,6 +456,9 @@ REFUSALS = {
     "evaluation in bfloat16": ({"bf16_full_eval": True}, "bf16_full_eval=True: evaluate in the precision"),
     "no data": (given(train_dataset=None), "no train_dataset: give the Trainer one"),
     "endless data": ({"max_steps": 2} | given(train_dataset=Endless()), "a train_dataset without a length"),
+    "data that are told the epoch": (given(train_dataset=Epochs([{}])), "the dataset Epochs has set_epoch.*count its passes"),
+    "validation data that are told the epoch": (given(eval_dataset=Epochs([{}])), "the dataset Epochs has set_epoch"),
+    "a sampler that is told the epoch": ({"trainer_class": OwnOrder}, "the sampler EpochSampler has set_epoch"),
     "several validation sets": (given(eval_dataset={"a": Rows([]), "b": Rows([])}), "several eval_datasets: give one"),
     "a seeded collator": (given(data_collator=Seeded()), "Seeded with a seed, which trials would share"),
     "an evaluation after the last step": (
