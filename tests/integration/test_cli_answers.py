@@ -11,9 +11,11 @@ import sqlite3
 import subprocess
 import time
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
 import optuna
 import pytest
+import yaml
 from click.testing import CliRunner
 from matplotlib import image
 
@@ -291,6 +293,19 @@ def test_without_plotly_a_page_is_refused_with_the_extra_to_install(tmp_path, mo
     refused = call("plot", "stock", "--out", "x.html")
     assert (refused.exit_code, "pip install 'hydra-tune[html]'" in refused.stderr) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["stock.db"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "study"),
+    [("first", "first"), ("digits-2", "digits-2"), ("a b", "first"), ("on", "first"), ("7", "first")],
+)
+def test_the_study_of_a_new_sweep_has_the_name_of_the_folder(tmp_path, monkeypatch, folder, study):
+    (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / folder)
+    assert call("init").exit_code == 0
+    text = Path("space.yaml").read_text()
+    assert yaml.safe_load(text)["name"] == study
+    assert len({line.index("#") for line in text.splitlines() if line.startswith(("task:", "name:", "method:"))}) == 1
 
 
 def test_a_new_sweep_is_checked_and_runs_as_it_is_written(tmp_path, monkeypatch):

@@ -24,9 +24,11 @@ def call(*arguments):
 @pytest.fixture
 def first(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "first"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     assert call("init").exit_code == 0
-    yield tmp_path
+    yield folder
     sys.modules.pop("train", None)
 
 
