@@ -79,7 +79,8 @@ class HydraExecutor:
             "cpu:2"; "cuda:0,0" makes two devices of one GPU, each with `device_memory`.
         device_memory: memory that the pool may use on each device, e.g. "11GiB"; None: a GPU's free memory less a
             reserve; half of the free host memory for all CPU devices together.
-        host_memory: host memory for the state of all trials in flight; None for 80% of the memory free at the start.
+        host_memory: host memory for the state of all trials in flight; None for 80% of the memory free at the
+            start, beside the memory of CPU devices.
         spill_dir: a folder on disk for state beyond `host_memory`; None: trials wait until the host has room.
         policy: how the scheduler chooses shard units: "lrtf" (longest remaining time first), another name in
             `hydra_tune.schedule.POLICIES` or of an entry point in "hydra_tune.policies", or a `Policy`.

@@ -47,7 +47,8 @@ from hydra_tune.shard.partition.partitioner import NumShards
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.supervision.supervisor import numbered
 
-_HOST_SHARE = 0.8  # share of the free host memory to use without host_memory
+_HOST_SHARE = 0.8  # share of the host memory that devices leave free, to use without host_memory
+_LEAST_HOST_SHARE = 0.2  # the same, of all free host memory, where a device_memory leaves little
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,6 +170,12 @@ class ExecutorSettings:
         """Give the event log a file of its own, in a process that follows crashed processes."""
         self._log_path = numbered(self._log_path, crashes)
 
+    def _free_host_bytes(self, devices: Sequence[Device]) -> int:
+        free = psutil.virtual_memory().available
+        # CPU devices hold their blocks in the same memory, unless they stand for the GPUs of a plan.
+        in_use = 0 if self.devices.startswith("cuda") else sum(each.budget_bytes for each in devices if each.is_host)
+        return int(max((free - in_use) * _HOST_SHARE, free * _LEAST_HOST_SHARE))
+
     def open_pool(self) -> tuple[Pool, FusedPool | None, int]:
         """Open the devices and start a pool.
 
@@ -188,7 +195,7 @@ class ExecutorSettings:
                     device.close()
                 raise
         width = self.max_concurrent or 2 * len(devices)
-        host_bytes = self._host_bytes or int(psutil.virtual_memory().available * _HOST_SHARE)
+        host_bytes = self._host_bytes or self._free_host_bytes(devices)
         library = PlanLibrary(
             budget_of(
                 devices,
