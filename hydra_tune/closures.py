@@ -4,8 +4,10 @@ A Python function keeps the variables of its surroundings, not their values. In 
 tasks.append(TrainTask(model=lambda: net(width), ...))` every model is built with the last width, because the models are
 built after the loop. `ClosureSnapshot` notes the values at construction of the task and compares them before the
 functions run. The module knows nothing of tasks. `TrainTask` (`task.py`) takes the snapshot when a task is made, and
-logs the changes when a trial builds its model; `train/checkpoint/trial_checkpoint.py` searches the variables
-(`enclosed_parts`) for weights that no checkpoint holds.
+logs the changes when a trial builds its model. `LoopTask` (`loop_task.py`) takes a snapshot of its loop, and
+`LoopTrial` (`train/own_loop/loop_trial.py`) logs the changes before the loop runs.
+`train/checkpoint/trial_checkpoint.py` searches the variables of a task (`enclosed_parts`) for weights that no checkpoint
+holds.
 """
 
 import dis
@@ -40,8 +42,8 @@ class ClosureSnapshot:
     """Snapshot of the variables that some functions read.
 
     Args:
-        functions: the functions, by argument name. An immutable value is noted by value; any other value by its
-            identity.
+        functions: the functions, by argument name. Numbers, texts, bytes and None are noted by value; any other
+            value, a tuple included, by its identity.
     """
 
     __slots__ = ("_functions", "_noted")
@@ -94,7 +96,7 @@ def _function(given: object) -> FunctionType | None:
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Iterate over the assigned closure variables of a function, and over the globals with immutable values."""
+    """Iterate over the assigned closure variables of a function, and over the globals that are simple values."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         value = _content(cell)
         if value is not _NOTHING:

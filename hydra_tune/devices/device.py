@@ -1,7 +1,9 @@
 """The `Device` protocol: the whole interface between a device and the rest of the package.
 
+`CpuDevice` (`cpu.py`), `CudaDevice` (`cuda.py`) and `WeightlessDevice` (`weightless.py`) implement the protocol.
 `devices/hardware/discovery.py` opens the devices when a pool starts. `Worker` (`pool/runtime/worker.py`) runs each unit
-on a device, and `Pager` (`memory/pager.py`) copies blocks to and from the device.
+on a device, `Pager` (`memory/pager.py`) copies blocks to and from the device, and `RandomStreams`
+(`train/rng/rng_streams.py`) sets the device's generator before a unit draws.
 
 Note: allocation. A device's worker thread allocates device memory, and its copy thread allocates host memory (through
 `on_host`). On a CPU device both are ordinary memory, and only the thread distinguishes them: everything that the worker
@@ -93,7 +95,7 @@ class Device(Protocol):
         budget_bytes: memory that the pool may use on the device, in bytes.
         alignment: alignment of the device's allocator in bytes; views of a flat buffer are aligned alike, since kernels
             may round differently otherwise.
-        shares_generator: whether the device shares its generator with other devices (true of CPU devices).
+        shares_generator: whether units draw from the calling thread's generator of the host (true of CPU devices).
         is_host: whether the device computes with the host's cores, in the host's memory (true of CPU devices).
     """
 
@@ -122,7 +124,7 @@ class Device(Protocol):
         """Allocate uninitialised host memory, `(nbytes,)`, uint8, for fast copies. Called inside `on_host`."""
 
     def on_host(self, function: Callable[[], T]) -> T:
-        """Run a function on the copy thread and wait; all host memory is allocated and accessed there."""
+        """Run a function on the copy thread and wait; the package allocates host memory there."""
 
     def start_on_host(self, function: Callable[[], None]) -> Future[None]:
         """Start a function on the host beside the device's work, after all functions started before."""

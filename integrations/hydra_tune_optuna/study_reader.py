@@ -2,7 +2,8 @@
 
 The module only reads: a missing storage or study is an error, never created. `hydra-tune list`, `status`, `show`,
 `best`, `plot` and `export` (`hydra_tune/cli/inspect/run_scan.py`) call `read`, `hydra-tune sweep` and `check` call `check`,
-and `hydra-tune plot` and `export` call `plot`.
+and `hydra-tune plot` and `export` call `plot`. `find_weights` (`finding.py`) calls `stored_study` for `best` and `export`.
+Only `check` imports torch, so that `hydra-tune list` answers at once.
 """
 
 import io
@@ -21,7 +22,7 @@ from hydra_tune.cli.inspect.study_record import StudyRecord
 from hydra_tune.cli.sweep_file.spec import SweepSpec
 from hydra_tune.errors import ConfigError, message_line
 from hydra_tune.observe.live.snapshot import Goal, TrialView
-from hydra_tune_optuna.storage_opening import check_file, open_storage
+from hydra_tune_optuna.storage_opening import check_file, has_tables, open_storage
 
 _STATES = {
     TrialState.COMPLETE: "completed",
@@ -97,11 +98,19 @@ def _reading(storage: str) -> Iterator[None]:
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
+        _check_tables(storage)
         yield
     except Exception as error:
         raise ConfigError(f"the storage {storage!r} cannot be read: {message_line(error)}") from error
     finally:
         optuna.logging.set_verbosity(verbosity)
+
+
+def _check_tables(storage: str) -> None:
+    """Refuse the empty database of a server, in which Optuna would create its tables."""
+    if not has_tables(storage):
+        message = "there are no tables of Optuna"
+        raise ValueError(message)
 
 
 def _record(study: Study) -> StudyRecord:

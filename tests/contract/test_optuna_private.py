@@ -142,6 +142,17 @@ def test_a_reader_leaves_a_database_alone_until_all_of_its_tables_are_there(tmp_
     assert path.read_bytes() == before
 
 
+def test_a_reader_makes_no_tables_in_an_empty_database_of_a_server(tmp_path):
+    """The URL names a driver, as those of servers do, so that nothing takes the database for a file."""
+    path = tmp_path / "server.db"
+    path.touch()
+    with pytest.raises(ConfigError, match="cannot be read: there are no tables of Optuna"):
+        OptunaStudyReader().read(f"sqlite+pysqlite:///{path}")
+    assert path.read_bytes() == b""
+    optuna.create_study(study_name="first", storage=f"sqlite+pysqlite:///{path}")
+    assert [record.name for record in OptunaStudyReader().read(f"sqlite+pysqlite:///{path}")] == ["first"]
+
+
 def test_what_optuna_does_not_list_is_found_too():
     assert hydra_tune_optuna.progress_bar is optuna.progress_bar
     assert hydra_tune_optuna.study._optimize is optuna.study._optimize

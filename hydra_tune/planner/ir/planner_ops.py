@@ -2,7 +2,9 @@
 
 Each placeholder is the target of a node: `planner/trace/step_graph.py` writes the draws when a step is traced, and
 `planner/passes/graph_rewrite.py` writes the rest when graphs are merged. `planner/run/interpreter.py` maps each target
-to an action before a merged graph first runs. Calling a placeholder directly raises `AssertionError`. Only `view_of` is
+to an action before a merged graph first runs, and `planner/run/copy_engine.py` makes the copies.
+`planner/profile/profiling_interpreter.py` runs draws for a profile. `planner/ir/verify.py` checks that each copy has one
+wait, so a new placeholder needs a rule there. Calling a placeholder directly raises `AssertionError`. Only `view_of` is
 a function that runs as written.
 """
 
@@ -27,7 +29,7 @@ def offload(value: Tensor, storage: str) -> Any:
 
 
 def offload_at_once(value: Tensor, storage: str) -> Any:
-    """Copy as `offload`, but on the computing thread: the copy has ended when the next node runs."""
+    """Copy as `offload`, where a hand-over takes longer; without a link, a CPU device copies on the computing thread."""
     _not_called(offload_at_once, value, storage)
 
 
@@ -42,7 +44,7 @@ def prefetch(copy: Any) -> Any:
 
 
 def prefetch_at_once(copy: Any) -> Any:
-    """Copy as `prefetch`, but on the computing thread."""
+    """Copy as `prefetch`, where a hand-over takes longer; see `offload_at_once`."""
     _not_called(prefetch_at_once, copy)
 
 

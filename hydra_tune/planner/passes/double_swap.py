@@ -3,7 +3,8 @@
 The paper has no such step: its maps stay from the first use in the backward to the last. The copy on the host still
 exists, so a map that the backward leaves unchanged need not be copied out again. The map is freed behind a use, and
 copied back before the next use. `swap_recompute.py` calls `returned` in a round without candidates, once the segment
-has no forward operator left to take out.
+has no forward operator left to take out, and simulates the segment again after each call. `planner/ir/lowering.py` turns
+each entry of `returns` into an early end of the map and a copy back.
 """
 
 from bisect import bisect_left

@@ -1,7 +1,8 @@
 """`ShardedLRTF`: longest remaining time first; among jobs of nearly equal length, a job with a resident shard.
 
 `make_policy` (`registry.py`) makes this policy for the name `"lrtf"`, the default; `PriorityLevels`
-(`schedule/levels.py`) asks the policy's selection for a job for each idle device.
+(`schedule/levels.py`) asks the policy's selection for a job for each idle device. `RepetitionSkipper`
+(`simulate/engine/repeats.py`) relies on a policy that remembers no choice and compares differences of remaining times.
 """
 
 import math
@@ -28,9 +29,10 @@ class ShardedLRTF(IncrementalPolicy):
     2. a job whose next shard is here, within half the slack of the longest job at hand;
     3. the longest job whose next shard is on no device.
 
-    Within each rule, the longest job comes first, then the earliest submitted. The chosen job is shorter than the
-    longest by at most twice the slack. Jobs on one frozen base go in a wavefront, as below. Without transfers, the makespan
-    stayed within one unit plus the slack of the bound of `makespan_bound` in all random schedules tried.
+    Within each rule, the longest job comes first, then the earliest submitted. Without a frozen base, the chosen job is
+    shorter than the longest by at most twice the slack. Jobs on one frozen base go in a wavefront, as below. Without
+    transfers, the makespan stayed within one unit plus the slack of the bound of `makespan_bound` in all random schedules
+    tried.
 
     Args:
         slack_steps: the slack, in training steps of the longest job.
@@ -81,10 +83,10 @@ def _base_of(view: JobView) -> str | None:
 
 
 class _LRTFSelection:
-    """Jobs by remaining time: all together, by the place of their next shard, and by their last device.
+    """Jobs by remaining time, all together and by the place of their next shard, and by turn on their last device.
 
-    Each question is answered by the top of a heap. All heaps share a table of live views, and remove lazily, like
-    `ViewHeap`.
+    The top of a heap answers each question, but for wavefronts, which look at all jobs of a base. All heaps share a table
+    of live views, and remove lazily, like `ViewHeap`.
     """
 
     def __init__(self, slack_steps: float) -> None:

@@ -1,8 +1,9 @@
 """Models that are too large to build just for a look: their large tensors have sizes but no bytes.
 
 Small tensors are real, so that a factory can read values computed from small tensors: rates per layer, masks, tables.
-`pool/dry_run/report.py` builds such a model when the real model is too large for a forecast; `PlanLibrary`
-(`shard/partition/plan_cache.py`) then captures the step of a copy without bytes.
+`pool/dry_run/report.py` builds such a model when the real model is too large for a forecast, and `captured_graph`
+(`shard/partition/trial_step.py`) captures the step of a copy without bytes. `TrialRehearsal`
+(`train/timing/fake_trial.py`) rehearses every model on a copy without bytes.
 """
 
 import copy
@@ -38,7 +39,7 @@ class BuildLimitTracker(StorageTracker):  # type: ignore[no-untyped-call]
         most_bytes: limit for all tensors alive at once.
 
     Raises:
-        BuildLimitError: raised from the operator that would exceed the limit.
+        BuildLimitError: raised from the operator that exceeds the limit, where known before it runs.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -82,7 +83,7 @@ def is_unbuilt(model: nn.Module) -> bool:
 
 
 def bodiless_twin(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
-    """Copy a model so that parameters and buffers have no bytes, in the active fake mode.
+    """Copy a model without its bytes: none in an active fake mode, else memory that nobody touches.
 
     Returns:
         The copy, and the copied tensor by the id of each original tensor.

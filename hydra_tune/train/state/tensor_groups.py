@@ -1,12 +1,16 @@
 """`TensorGroups`: a trial's parameters, buffers and optimizer state in groups that move between host and devices.
 
-`ModelState` (`model_state.py`) derives from `TensorGroups`, and adds the optimizer's steps.
+`ModelState` (`model_state.py`) derives from `TensorGroups`, and adds the optimizer's steps. Units
+(`train/loop/batch_units.py`, `train/loop/training_batch.py`) take their blocks from here, checkpoints
+(`train/checkpoint/snapshot.py`) copy the tensors (`copy_out`), and fused groups (`fusion/group/stacked_state.py`) write
+them (`rewrite`).
 
-Note: ownership. A parameter or buffer used by a single shard lies in the group of the shard. A parameter or buffer
+Note: ownership, for captured steps. A parameter that other trials share is in no group. Any other parameter or buffer
+used by a single shard lies in the group of the shard. A parameter or buffer
 shared by several shards has a separate group, so a unit loads no unneeded tensors. Parameters and buffers lie in
 separate groups: a forward unit overwrites buffers only, so clean parameters need no write-back. Optimizer state is
-grouped by the shard whose unit updates the parameters, and exists from the first update of the unit on. Unused tensors
-stay on the host.
+grouped by the shard whose unit updates the parameters, and exists from the first update, or from a checkpoint, on. Unused
+tensors stay on the host.
 """
 
 import functools
@@ -39,7 +43,7 @@ class TensorGroups:
 
     Args:
         module: the trial's module, on the host.
-        plan: decides the groups; later plans of the trial use the same groups.
+        plan: decides the groups; later plans use the same groups, and `adopt_state` adds groups for further tensors.
         device: any device of the pool, for host memory and alignment.
         host: counts the groups' host copies; None: the host has room for all.
         tenant: the trial, for `host`.
@@ -97,7 +101,7 @@ class TensorGroups:
         return [*self.groups(names), *self.shared.blocks(names)]
 
     def optimizer_groups(self, names: tuple[str, ...]) -> list[TensorBlock]:
-        """Return the groups of the named parameters' optimizer state; none before the first update."""
+        """Return the groups of the named parameters' optimizer state; none before there is such state."""
         matching_groups: list[TensorBlock] = []
         # A copy of the items: a prefetch asks for the blocks of coming units from another thread while an update adds a
         # group.
