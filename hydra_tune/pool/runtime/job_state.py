@@ -417,5 +417,11 @@ def forget_locals(error: BaseException | None) -> None:
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
+        # The frames that `explained` cuts off live as long as the frame that they have called.
+        frame = None if error.__traceback__ is None else error.__traceback__.tb_frame.f_back
+        while frame is not None:
+            with contextlib.suppress(RuntimeError):  # a frame that is running still
+                frame.clear()
+            frame = frame.f_back
         # Chained errors hold frames, too.
         error = error.__cause__ or error.__context__
