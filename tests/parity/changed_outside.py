@@ -611,6 +611,24 @@ def an_attribute_of_the_model() -> Reader:
 
 
 @kind
+def a_dict_of_the_model() -> Reader:
+    knobs = {"scale": 1.0}
+    return Reader(
+        arguments={"model": lambda: Reads(lambda self, inputs: self.base(inputs) * self.knobs["scale"], knobs=knobs)},
+        put=lambda value: knobs.__setitem__("scale", value),
+    )
+
+
+@kind
+def a_list_of_the_model() -> Reader:
+    box = [1.0]
+    return Reader(
+        arguments={"model": lambda: Reads(lambda self, inputs: self.base(inputs) * self.box[0], box=box)},
+        put=lambda value: box.__setitem__(0, value),
+    )
+
+
+@kind
 def a_part_of_the_model() -> Reader:
     dropout = nn.Dropout(0.0)
     return Reader(

@@ -9,6 +9,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_tune import HydraExecutor
+from hydra_tune import HydraExecutor, train_plain
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.train.loop import step_comparison
@@ -106,6 +107,31 @@ def test_fused_trials_follow_what_their_steps_read(name, when, caplog):
     for actual in trained([reading(name, when) for _ in range(3)], fusion="on"):
         assert_close(expected, actual)
     assert any("are fused" in record.message for record in caplog.records) == (name not in NOT_FUSED)
+
+
+class Clips(torch.optim.lr_scheduler.LambdaLR):
+    """Clips the weights after each step, as some generative models do."""
+
+    def step(self, *given: Any) -> None:
+        super().step(*given)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.clamp_(-0.1, 0.1)
+
+
+def test_trials_whose_scheduler_writes_parameters_run_by_themselves(caplog):
+    caplog.set_level(logging.INFO, "hydra_tune")
+
+    def described() -> Any:
+        return task(scheduler=partial(Clips, lr_lambda=lambda _: 1.0), scheduler_interval="step")
+
+    plain = train_plain(described())
+    with HydraExecutor("cpu:1", fusion="on") as pool:
+        results = pool.run([described() for _ in range(2)])
+    assert max(value.abs().max() for value in plain.state_dict().values()) <= 0.1
+    for result in results:
+        assert list(differences(dict(plain.state_dict()), dict(result.state_dict()))) == []
+    assert "its scheduler= may write parameters" in caplog.text
 
 
 @pytest.mark.cases(11)

@@ -154,6 +154,10 @@ class MemberTrial(SingleTrial):
             raise UnfusableError(
                 "its after_step= gets the model after each step, whose weights a group keeps elsewhere"
             )
+        if self._scheduler_writes:
+            raise UnfusableError(
+                "its scheduler= may write parameters or the optimizer's state, which a group keeps elsewhere"
+            )
         steps = {"loss=": task.loss, "step=": task.step, "evaluate=": task.evaluate}
         optimizing = [optimizer, optimizer.param_groups, optimizer.state]
         model = [*module.modules(), *module.parameters()]
@@ -164,7 +168,8 @@ class MemberTrial(SingleTrial):
     def changed_state(self, mode: str) -> str | None:
         """Name a value that the step of a mode reads and that has changed since `identify`; None if there is none."""
         state = self._python_states.get(mode)
-        # The member's own data and scheduler do not reach the model (`identify`), so between two reports nothing does.
+        # The member's own data and scheduler do not reach the model's modules (`identify`), so between two reports nothing
+        # does; a dict or a list of a module may be theirs as well.
         moment = (mode, len(self.history))
         is_same_moment, self._looked_at = moment == self._looked_at, moment
         return None if state is None else state.change(beside_model=is_same_moment)

@@ -155,12 +155,14 @@ class PythonStateGuard:
         """Name the first value that has changed since the guard was made, or None.
 
         Args:
-            beside_model: leave out attributes of the model.
+            beside_model: leave out attributes of the model's modules, though not the contents of dicts and lists in them,
+                which others may hold as well.
             by_step: whether the step alone has run since. A tensor, or None, in the place of another tensor is then no change
                 of an attribute of the model, and results that cached functions have kept are none.
         """
         for holder in self._holders:
-            if not (beside_model and holder.is_of_model) and (name := holder.change(by_step=by_step)) is not None:
+            is_left_out = beside_model and holder.is_of_model and not holder.owner
+            if not is_left_out and (name := holder.change(by_step=by_step)) is not None:
                 return name
         return None
 
