@@ -183,6 +183,7 @@ class BatchUnits:
         blocks: Callable[[], list[Block]] = list,
         workspace: int = 0,
         following: Callable[[], list[UpcomingUnit]] | None = None,
+        shard: Shard | None = None,  # of an earlier batch's plan, where batches of a step have several plans
     ) -> PendingUnit:
         key = (kind, index)
         return PendingUnit(
@@ -195,7 +196,7 @@ class BatchUnits:
             blocks=blocks,
             workspace_bytes=workspace,
             following=following or partial(self._following, kind, index),
-            base=self._base(index),
+            base=self._base(shard or self._plan.shards[index]),
         )
 
     def _following(self, kind: str, index: int) -> list[UpcomingUnit]:
@@ -211,7 +212,7 @@ class BatchUnits:
             seconds=self._times.of((kind, index)),
             blocks=partial(self._blocks, kind, index),
             workspace_bytes=self._workspace(kind, index),
-            base=self._base(index),
+            base=self._base(self._plan.shards[index]),
         )
 
     def _expected_batch(self, kind: str) -> UpcomingUnit:
@@ -222,12 +223,12 @@ class BatchUnits:
             seconds=self._times.of((kind, 0)),
             blocks=lambda: self._state.blocks(self._plan.shards[0].graph.state),
             workspace_bytes=self._workspace(kind, 0),
-            base=self._base(0),
+            base=self._base(self._plan.shards[0]),
         )
 
-    def _base(self, index: int) -> SharedPlace | None:
+    def _base(self, shard: Shard) -> SharedPlace | None:
         # The bases of whole models are on the device or not, whichever trial is next.
-        return self._state.shared.place(self._plan.shards[index].graph.state) if len(self._plan.shards) > 1 else None
+        return self._state.shared.place(shard.graph.state) if len(self._plan.shards) > 1 else None
 
     def _workspace(self, kind: str, index: int) -> int:
         return _workspace(self._plan.shards[index].cost, backward=kind == "backward", recompute=False)

@@ -185,7 +185,7 @@ class TrainingBatch(BatchUnits):
         """Return a unit to unscale gradients and take norms, where no backward unit could."""
         blocks = partial(self._gradient_blocks, update.names)
         run = partial(self._run_complete, update)
-        return self._unit("complete", update.index, run, blocks, update.shard.cost.update_workspace)
+        return self._unit("complete", update.index, run, blocks, update.shard.cost.update_workspace, shard=update.shard)
 
     def _run_complete(self, update: ShardUpdate, device: Device, pager: Pager) -> float:
         del device
@@ -213,9 +213,9 @@ class TrainingBatch(BatchUnits):
         """
         cost = update.shard.cost
         if cost.updates_on_host:
-            return self._unit("update", update.index, partial(self._update_on_host, update))
+            return self._unit("update", update.index, partial(self._update_on_host, update), shard=update.shard)
         run, blocks = partial(self._run_update, update), partial(self._update_blocks, update.names)
-        return self._unit("update", update.index, run, blocks, cost.update_workspace, following)
+        return self._unit("update", update.index, run, blocks, cost.update_workspace, following, update.shard)
 
     def _run_update(self, update: ShardUpdate, device: Device, pager: Pager) -> float:
         state, names, cost = self._state, update.names, update.shard.cost

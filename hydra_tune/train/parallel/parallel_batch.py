@@ -99,7 +99,7 @@ class ParallelBatch(PredrawnBatch):
                 yield self._sum_unit(update)
 
     def _sum_unit(self, update: ShardUpdate) -> PendingUnit:
-        return self._unit("sum", update.index, partial(self._run_sum, update.names))
+        return self._unit("sum", update.index, partial(self._run_sum, update.names), shard=update.shard)
 
     def _run_sum(self, names: tuple[str, ...], device: Device, pager: Pager) -> float:
         del device

@@ -322,6 +322,35 @@ def test_a_model_that_has_to_be_cut_trains_with_every_length(caplog):
     assert "the step (train) is captured for the 9th shape" in warnings[0]
 
 
+class EndsOtherwise(nn.Module):
+    """Has another graph, with fewer operators, for a shorter last batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = mlp(), nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x):
+        found = self.first(x)
+        return self.last(found) if len(x) == BATCH_OF_STEPS else found
+
+
+BATCH_OF_STEPS = 4
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_the_batches_of_a_step_may_be_cut_into_different_numbers_of_shards(accumulate):
+    described = task(
+        model=EndsOtherwise,
+        train=TensorDataset(X[:10], Y[:10]),
+        batch_size=BATCH_OF_STEPS,
+        accumulate=accumulate,
+        epochs=2,
+    )
+    with HydraExecutor("cpu:1", num_shards="layer") as pool:
+        (result,) = pool.run([described])
+    assert against_plain(described, result) == []
+
+
 def test_a_step_that_thaws_what_it_has_frozen_fails_by_name_where_the_model_is_cut():
     """The step runs as it is, in a model whose state is cut, and the optimizer's step leaves out what was frozen before."""
 
