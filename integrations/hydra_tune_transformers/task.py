@@ -178,7 +178,7 @@ def task_of(
     try:
         param_groups, optimizer = recipe_of(trainer.create_optimizer(), trainer.model)
     except ValueError as error:
-        raise RefusedTrainerError([f"its optimizer: {error}; use an optimizer of torch"]) from error
+        raise RefusedTrainerError([f"its optimizer: {error}"]) from error
     step, item_count = _loss(trainer)
     return TrainTask(
         model=_OwnModel(model),

@@ -426,6 +426,13 @@ def passed_scheduler():
     return {"model": model, "optimizers": (optimizer, scheduler)}
 
 
+def hooked_optimizer():
+    model = text_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: None)
+    return {"model": model, "optimizers": (optimizer, None)}
+
+
 REFUSALS = {
     "compute_loss": ({"trainer_class": OwnLoss}, "OwnLoss has its own compute_loss.*give compute_loss_func="),
     "training_step": ({"trainer_class": OwnStep}, "OwnStep has its own training_step"),
@@ -452,6 +459,7 @@ REFUSALS = {
         {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}, "'reduce_lr_on_plateau': choose"
     ),
     "a scheduler": (passed_scheduler, "a scheduler in optimizers=: give lr_scheduler_type"),
+    "a step hook": (hooked_optimizer, "its optimizer: SGD has step hooks.*leave the hooks out, or set after_step="),
     "half precision and smoothing": ({"bf16": True, "label_smoothing_factor": 0.1}, "bf16=True with a label_smoothing"),
     "evaluation in bfloat16": ({"bf16_full_eval": True}, "bf16_full_eval=True: evaluate in the precision"),
     "no data": (given(train_dataset=None), "no train_dataset: give the Trainer one"),
