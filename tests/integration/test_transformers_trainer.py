@@ -426,6 +426,12 @@ def passed_scheduler():
     return {"model": model, "optimizers": (optimizer, scheduler)}
 
 
+class Unscaled(Trainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.loss_is_scaled_for_ga = False
+
+
 def hooked_optimizer():
     model = text_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -436,6 +442,10 @@ def hooked_optimizer():
 REFUSALS = {
     "compute_loss": ({"trainer_class": OwnLoss}, "OwnLoss has its own compute_loss.*give compute_loss_func="),
     "training_step": ({"trainer_class": OwnStep}, "OwnStep has its own training_step"),
+    "a loss that is not scaled": (
+        {"trainer_class": Unscaled, "gradient_accumulation_steps": 2},
+        "loss_is_scaled_for_ga=False of the Trainer: leave it at None, and give a compute_loss_func=",
+    ),
     "several methods": (
         {"trainer_class": OwnLog}, "OwnLog has its own log, evaluate, which the pool .*: use the stock methods"
     ),
