@@ -88,7 +88,34 @@ def recipe_of(optimizer: Any, model: nn.Module) -> tuple[NamedGroups, OptimizerO
     for before, after in zip(optimizer.param_groups, again.param_groups, strict=True):
         if _options(before) != _options(after):
             raise ValueError(f"{kind.__name__} made again from its groups has other settings{_TORCH}")
+    kept, kept_again = _attributes(optimizer), _attributes(again)
+    for name in sorted(kept.keys() | kept_again.keys()):
+        expected, got = kept.get(name), kept_again.get(name)
+        if expected != got:
+            raise ValueError(
+                f"{kind.__name__} has {name}={expected!r}, and made again from its groups {got!r}; use a subclass that has the "
+                "setting as its default, or an optimizer of torch"
+            )
     return recipe
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the settings that an optimizer keeps outside of its groups: plain values, because others need not compare."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        # Hooks, and the note of a scheduler.
+        if name not in {"defaults", "state", "param_groups", "_opt_called"} and not name.startswith("_optimizer_")
+        if _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, (*value, *value.values())))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

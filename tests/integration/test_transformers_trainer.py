@@ -439,6 +439,17 @@ def hooked_optimizer():
     return {"model": model, "optimizers": (optimizer, None)}
 
 
+class Decoupled(torch.optim.SGD):
+    def __init__(self, params, lr=0.1, is_decoupled=False):
+        super().__init__(params, lr=lr)
+        self.is_decoupled = is_decoupled
+
+
+def optimizer_with_an_attribute(is_decoupled=True):
+    model = text_model()
+    return {"model": model, "optimizers": (Decoupled(model.parameters(), is_decoupled=is_decoupled), None)}
+
+
 REFUSALS = {
     "compute_loss": ({"trainer_class": OwnLoss}, "OwnLoss has its own compute_loss.*give compute_loss_func="),
     "training_step": ({"trainer_class": OwnStep}, "OwnStep has its own training_step"),
@@ -470,6 +481,9 @@ REFUSALS = {
     ),
     "a scheduler": (passed_scheduler, "a scheduler in optimizers=: give lr_scheduler_type"),
     "a step hook": (hooked_optimizer, "its optimizer: SGD has step hooks.*leave the hooks out, or set after_step="),
+    "a setting outside the groups": (
+        optimizer_with_an_attribute, "Decoupled has is_decoupled=True, and made again .* False; use a subclass that has"
+    ),
     "half precision and smoothing": ({"bf16": True, "label_smoothing_factor": 0.1}, "bf16=True with a label_smoothing"),
     "evaluation in bfloat16": ({"bf16_full_eval": True}, "bf16_full_eval=True: evaluate in the precision"),
     "no data": (given(train_dataset=None), "no train_dataset: give the Trainer one"),
@@ -496,6 +510,12 @@ def test_what_would_not_be_exact_is_refused(tmp_path, name):
     make = making(tmp_path, **arguments)
     with pytest.raises(RefusedTrainerError, match=message):
         task_from_trainer(make)
+
+
+def test_an_optimizer_that_can_be_made_again_is_taken_over(tmp_path):
+    own = optimizer_with_an_attribute(is_decoupled=False)
+    transformers.get_constant_schedule(own["optimizers"][0])  # leaves a note on the optimizer
+    task_from_trainer(making(tmp_path, live_model=True, given=own))
 
 
 def test_generation_is_refused(tmp_path):
