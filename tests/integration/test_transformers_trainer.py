@@ -78,6 +78,7 @@ CASES = {
     },
     "bfloat16": {"bf16": True},
     "a Seq2SeqTrainer": {"kind": "translation", "trainer_class": transformers.Seq2SeqTrainer},
+    "weights in bfloat16": {"given": {"model_init": lambda: text_model().to(torch.bfloat16)}},
 }
 FAST_CUTS = ("accumulated by tokens",)
 
@@ -118,7 +119,7 @@ def some(fast):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("name", some(list(CASES)[::4]))
+@pytest.mark.parametrize("name", some([*list(CASES)[::4], "weights in bfloat16"]))
 def test_the_task_is_the_trainers_training(stock, name):
     make, weights, reports = stock(name)
     task = task_from_trainer(make)
