@@ -440,6 +440,11 @@ def hooked_optimizer():
     return {"model": model, "optimizers": (optimizer, None)}
 
 
+def optimizer_of_the_head():
+    model = text_model()
+    return {"model": model, "optimizers": (torch.optim.SGD(model.classifier.parameters(), lr=0.1), None)}
+
+
 class Decoupled(torch.optim.SGD):
     def __init__(self, params, lr=0.1, is_decoupled=False):
         super().__init__(params, lr=lr)
@@ -485,6 +490,9 @@ REFUSALS = {
     "a setting outside the groups": (
         optimizer_with_an_attribute, "Decoupled has is_decoupled=True, and made again .* False; use a subclass that has"
     ),
+    "clipping beside the optimizer": (
+        optimizer_of_the_head, "its optimizer lacks 'bert.*: freeze these with .*, or set max_grad_norm=0"
+    ),
     "half precision and smoothing": ({"bf16": True, "label_smoothing_factor": 0.1}, "bf16=True with a label_smoothing"),
     "evaluation in bfloat16": ({"bf16_full_eval": True}, "bf16_full_eval=True: evaluate in the precision"),
     "no data": (given(train_dataset=None), "no train_dataset: give the Trainer one"),
@@ -517,6 +525,13 @@ def test_an_optimizer_that_can_be_made_again_is_taken_over(tmp_path):
     own = optimizer_with_an_attribute(is_decoupled=False)
     transformers.get_constant_schedule(own["optimizers"][0])  # leaves a note on the optimizer
     task_from_trainer(making(tmp_path, live_model=True, given=own))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_an_optimizer_of_the_head_is_taken_over_where_nothing_else_is_clipped(tmp_path, is_frozen):
+    own = optimizer_of_the_head()
+    own["model"].base_model.requires_grad_(not is_frozen)
+    task_from_trainer(making(tmp_path, live_model=True, given=own, **({} if is_frozen else {"max_grad_norm": 0})))
 
 
 def test_generation_is_refused(tmp_path):
