@@ -147,7 +147,7 @@ class TrainerMetrics:
         # Of the losses of the last batch, `gather_for_metrics` of accelerate keeps one for each sample.
         if rest := self._remainder():
             losses = losses[: rest - self.batch_size]
-        numbers = losses.numpy()
+        numbers = nested_numpify(losses)  # widens bfloat16, which numpy lacks
         finite = np.isfinite(numbers)
         if self.drops_bad_losses and finite.any():
             numbers = numbers[finite]

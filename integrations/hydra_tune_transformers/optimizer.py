@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+_TORCH = "; use an optimizer of torch"
+
 
 @dataclass(frozen=True)
 class NamedGroups:
@@ -55,16 +57,22 @@ def recipe_of(optimizer: Any, model: nn.Module) -> tuple[NamedGroups, OptimizerO
         model: the model.
 
     Raises:
-        ValueError: another such optimizer cannot be made; the message says why.
+        ValueError: another such optimizer cannot be made; the message says why, with the remedy.
     """
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"{kind.__name__} is not a torch.optim.Optimizer")  # noqa: TRY004 - it becomes a refusal
+        raise ValueError(f"{kind.__name__} is not a torch.optim.Optimizer{_TORCH}")  # noqa: TRY004 - it becomes a refusal
     if optimizer.state:
-        raise ValueError(f"{kind.__name__} has made steps already")
+        raise ValueError(f"{kind.__name__} has made steps already{_TORCH}")
+    hooks = [getattr(optimizer, f"_optimizer_step_{place}_hooks", ()) for place in ("pre", "post")]
+    if any(hooks):
+        raise ValueError(
+            f"{kind.__name__} has step hooks, which the optimizers of trials would not have; leave the "
+            "hooks out, or set after_step= of the task, as in dataclasses.replace(task, after_step=...)"
+        )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if any(id(parameter) not in names for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError(f"{kind.__name__} has tensors that are not parameters of the model")
+        raise ValueError(f"{kind.__name__} has tensors that are not parameters of the model{_TORCH}")
     groups = tuple(
         {**group, "params": tuple(names[id(parameter)] for parameter in group["params"])}
         for group in optimizer.param_groups
@@ -76,11 +84,38 @@ def recipe_of(optimizer: Any, model: nn.Module) -> tuple[NamedGroups, OptimizerO
     try:
         again = recipe[1](recipe[0](model))
     except Exception as error:
-        raise ValueError(f"{kind.__name__} cannot be made again from its groups ({error})") from error
+        raise ValueError(f"{kind.__name__} cannot be made again from its groups ({error}){_TORCH}") from error
     for before, after in zip(optimizer.param_groups, again.param_groups, strict=True):
         if _options(before) != _options(after):
-            raise ValueError(f"{kind.__name__} made again from its groups has other settings")
+            raise ValueError(f"{kind.__name__} made again from its groups has other settings{_TORCH}")
+    kept, kept_again = _attributes(optimizer), _attributes(again)
+    for name in sorted(kept.keys() | kept_again.keys()):
+        expected, got = kept.get(name), kept_again.get(name)
+        if expected != got:
+            raise ValueError(
+                f"{kind.__name__} has {name}={expected!r}, and made again from its groups {got!r}; use a subclass that has the "
+                "setting as its default, or an optimizer of torch"
+            )
     return recipe
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the settings that an optimizer keeps outside of its groups: plain values, because others need not compare."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        # Hooks, and the note of a scheduler.
+        if name not in {"defaults", "state", "param_groups", "_opt_called"} and not name.startswith("_optimizer_")
+        if _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, (*value, *value.values())))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -177,7 +177,7 @@ _CALLBACKS = (DefaultFlowCallback, ProgressCallback, PrinterCallback, EarlyStopp
 
 def refusals(trainer: Trainer) -> Iterator[str]:
     """Describe everything of a `Trainer` that is refused, each with the remedy."""
-    for look in (_arguments, _values, _code, _callbacks, _data, _model):
+    for look in (_arguments, _values, _loss_scale, _code, _callbacks, _data, _model):
         yield from look(trainer)
 
 
@@ -230,6 +230,16 @@ def _values(trainer: Trainer) -> Iterator[str]:
         # `Trainer` itself notes one step here.
         if kwargs and kwargs != {"num_steps": 1}:
             yield f"accelerator_config with {name}={kwargs!r}: leave it out"
+
+
+def _loss_scale(trainer: Trainer) -> Iterator[str]:
+    is_scaled = vars(trainer).get("loss_is_scaled_for_ga")
+    is_counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if is_scaled is not None and bool(is_scaled) != is_counted and trainer.args.gradient_accumulation_steps > 1:
+        yield (
+            f"loss_is_scaled_for_ga={is_scaled!r} of the Trainer: leave it at None, and give a compute_loss_func= that divides "
+            "the sum of the losses by num_items_in_batch"
+        )
 
 
 def _code(trainer: Trainer) -> Iterator[str]:

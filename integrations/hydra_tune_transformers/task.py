@@ -27,7 +27,7 @@ from hydra_tune_transformers.data import AheadLoader, SameOrder
 from hydra_tune_transformers.errors import RefusedTrainerError
 from hydra_tune_transformers.evaluation import EarlyStop, TrainerEvaluation, TrainerMetrics
 from hydra_tune_transformers.loss import ItemCount, TrainerStep
-from hydra_tune_transformers.optimizer import recipe_of
+from hydra_tune_transformers.optimizer import NamedGroups, recipe_of
 from hydra_tune_transformers.refusals import refusals
 
 TRIED = "5.24"
@@ -178,7 +178,13 @@ def task_of(
     try:
         param_groups, optimizer = recipe_of(trainer.create_optimizer(), trainer.model)
     except ValueError as error:
-        raise RefusedTrainerError([f"its optimizer: {error}; use an optimizer of torch"]) from error
+        raise RefusedTrainerError([f"its optimizer: {error}"]) from error
+    if args.max_grad_norm and (outside := _unfrozen_outside(trainer.model, param_groups)):
+        reason = (
+            f"its optimizer lacks {outside[0]!r} and {len(outside) - 1} other unfrozen parameters, whose gradients Trainer "
+            "counts where it clips: freeze these with requires_grad_(False), or set max_grad_norm=0"
+        )
+        raise RefusedTrainerError([reason])
     step, item_count = _loss(trainer)
     return TrainTask(
         model=_OwnModel(model),
@@ -205,6 +211,12 @@ def task_of(
         seed=args.seed,
         **_evaluation(trainer, step, item_count, length.steps, compute_objective, objectives),
     )
+
+
+def _unfrozen_outside(model: nn.Module, groups: NamedGroups) -> list[str]:
+    """Name the parameters that are neither frozen nor in a group of the optimizer."""
+    inside = {name for group in groups.groups for name in group["params"]}
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in inside]
 
 
 @dataclass(frozen=True)

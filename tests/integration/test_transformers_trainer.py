@@ -78,6 +78,7 @@ CASES = {
     },
     "bfloat16": {"bf16": True},
     "a Seq2SeqTrainer": {"kind": "translation", "trainer_class": transformers.Seq2SeqTrainer},
+    "weights in bfloat16": {"given": {"model_init": lambda: text_model().to(torch.bfloat16)}},
 }
 FAST_CUTS = ("accumulated by tokens",)
 
@@ -118,7 +119,7 @@ def some(fast):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("name", some(list(CASES)[::4]))
+@pytest.mark.parametrize("name", some([*list(CASES)[::4], "weights in bfloat16"]))
 def test_the_task_is_the_trainers_training(stock, name):
     make, weights, reports = stock(name)
     task = task_from_trainer(make)
@@ -426,9 +427,42 @@ def passed_scheduler():
     return {"model": model, "optimizers": (optimizer, scheduler)}
 
 
+class Unscaled(Trainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.loss_is_scaled_for_ga = False
+
+
+def hooked_optimizer():
+    model = text_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: None)
+    return {"model": model, "optimizers": (optimizer, None)}
+
+
+def optimizer_of_the_head():
+    model = text_model()
+    return {"model": model, "optimizers": (torch.optim.SGD(model.classifier.parameters(), lr=0.1), None)}
+
+
+class Decoupled(torch.optim.SGD):
+    def __init__(self, params, lr=0.1, is_decoupled=False):
+        super().__init__(params, lr=lr)
+        self.is_decoupled = is_decoupled
+
+
+def optimizer_with_an_attribute(is_decoupled=True):
+    model = text_model()
+    return {"model": model, "optimizers": (Decoupled(model.parameters(), is_decoupled=is_decoupled), None)}
+
+
 REFUSALS = {
     "compute_loss": ({"trainer_class": OwnLoss}, "OwnLoss has its own compute_loss.*give compute_loss_func="),
     "training_step": ({"trainer_class": OwnStep}, "OwnStep has its own training_step"),
+    "a loss that is not scaled": (
+        {"trainer_class": Unscaled, "gradient_accumulation_steps": 2},
+        "loss_is_scaled_for_ga=False of the Trainer: leave it at None, and give a compute_loss_func=",
+    ),
     "several methods": (
         {"trainer_class": OwnLog}, "OwnLog has its own log, evaluate, which the pool .*: use the stock methods"
     ),
@@ -452,6 +486,13 @@ REFUSALS = {
         {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}, "'reduce_lr_on_plateau': choose"
     ),
     "a scheduler": (passed_scheduler, "a scheduler in optimizers=: give lr_scheduler_type"),
+    "a step hook": (hooked_optimizer, "its optimizer: SGD has step hooks.*leave the hooks out, or set after_step="),
+    "a setting outside the groups": (
+        optimizer_with_an_attribute, "Decoupled has is_decoupled=True, and made again .* False; use a subclass that has"
+    ),
+    "clipping beside the optimizer": (
+        optimizer_of_the_head, "its optimizer lacks 'bert.*: freeze these with .*, or set max_grad_norm=0"
+    ),
     "half precision and smoothing": ({"bf16": True, "label_smoothing_factor": 0.1}, "bf16=True with a label_smoothing"),
     "evaluation in bfloat16": ({"bf16_full_eval": True}, "bf16_full_eval=True: evaluate in the precision"),
     "no data": (given(train_dataset=None), "no train_dataset: give the Trainer one"),
@@ -478,6 +519,19 @@ def test_what_would_not_be_exact_is_refused(tmp_path, name):
     make = making(tmp_path, **arguments)
     with pytest.raises(RefusedTrainerError, match=message):
         task_from_trainer(make)
+
+
+def test_an_optimizer_that_can_be_made_again_is_taken_over(tmp_path):
+    own = optimizer_with_an_attribute(is_decoupled=False)
+    transformers.get_constant_schedule(own["optimizers"][0])  # leaves a note on the optimizer
+    task_from_trainer(making(tmp_path, live_model=True, given=own))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_an_optimizer_of_the_head_is_taken_over_where_nothing_else_is_clipped(tmp_path, is_frozen):
+    own = optimizer_of_the_head()
+    own["model"].base_model.requires_grad_(not is_frozen)
+    task_from_trainer(making(tmp_path, live_model=True, given=own, **({} if is_frozen else {"max_grad_norm": 0})))
 
 
 def test_generation_is_refused(tmp_path):
