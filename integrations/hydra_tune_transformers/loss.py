@@ -24,12 +24,14 @@ class TrainerStep:
 
     Args:
         gives_count: whether the model's forward takes the number of labels of all batches of the optimizer step.
+        refuses_labels: whether the forward takes this number, and no batch is expected to have `labels`.
         label_smoother: computes the loss from the outputs and the labels; None: the model computes the loss.
         shifts_labels: whether `label_smoother` compares each position with the next label.
         loss_function: `compute_loss_func` of the `Trainer`.
     """
 
     gives_count: bool
+    refuses_labels: bool
     label_smoother: LabelSmoother | None
     shifts_labels: bool
     loss_function: Callable[..., Any] | None
@@ -48,6 +50,10 @@ class TrainerStep:
         """Return the loss of a batch, and the model's outputs."""
         # A copy, because the labels leave `inputs` below, and an evaluation reads them from the batch afterwards.
         inputs, labels = dict(batch), None
+        if self.refuses_labels and "labels" in inputs:
+            raise TaskError(
+                "a batch has 'labels', whose number Trainer gives the model, and label_names= lacks 'labels'; add the name"
+            )
         if (self.label_smoother is not None or self.loss_function is not None) and "labels" in inputs:
             labels = inputs.pop("labels")
         if self.gives_count and total is not None:

@@ -245,10 +245,14 @@ class _Length:
 
 
 def _loss(trainer: Trainer) -> tuple[TrainerStep, ItemCount | None]:
-    counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    # `Trainer` counts the labels of batches that have `labels`, as those of question answering have not.
+    has_labels = trainer.compute_loss_func is not None or "labels" in trainer.label_names
+    gives_count = trainer.model_accepts_loss_kwargs and has_labels
+    counts = gives_count or trainer.compute_loss_func is not None
     model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model  # of peft
     step = TrainerStep(
-        gives_count=trainer.model_accepts_loss_kwargs,
+        gives_count=gives_count,
+        refuses_labels=trainer.model_accepts_loss_kwargs and not has_labels,
         label_smoother=trainer.label_smoother,
         shifts_labels=type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
         loss_function=trainer.compute_loss_func,

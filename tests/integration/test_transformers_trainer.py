@@ -34,6 +34,7 @@ from tests.support.trainers import (
     making,
     masked,
     own_loss,
+    questions,
     text_model,
     trained,
 )
@@ -78,6 +79,7 @@ CASES = {
     },
     "bfloat16": {"bf16": True},
     "a Seq2SeqTrainer": {"kind": "translation", "trainer_class": transformers.Seq2SeqTrainer},
+    "question answering": {"gradient_accumulation_steps": 2, "given": questions()},
     "weights in bfloat16": {"given": {"model_init": lambda: text_model().to(torch.bfloat16)}},
 }
 FAST_CUTS = ("accumulated by tokens",)
@@ -119,7 +121,7 @@ def some(fast):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("name", some([*list(CASES)[::4], "weights in bfloat16"]))
+@pytest.mark.parametrize("name", some([*list(CASES)[::4], "weights in bfloat16", "question answering"]))
 def test_the_task_is_the_trainers_training(stock, name):
     make, weights, reports = stock(name)
     task = task_from_trainer(make)
@@ -278,6 +280,12 @@ def test_early_stopping_counts_as_the_trainer_does_whatever_the_values(is_greate
             Trainer._determine_best_metric(seen, {"eval_loss": value}, None)
             expected = callback.early_stopping_patience_counter >= 2
             assert stops([{"val_loss": each} for each in values[: number + 1]]) == expected, values
+
+
+def test_labels_that_label_names_leave_out_are_refused_by_name(tmp_path):
+    task = task_from_trainer(making(tmp_path, label_names=["start_positions"]))
+    with pytest.raises(TaskError, match="label_names= lacks 'labels'; add the name"):
+        train_plain(task)
 
 
 def test_predictions_with_an_empty_tuple_are_refused_by_name(tmp_path):
