@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.step_capture import named_state
 
 # On the tensor, because an identity may be that of another object by now, and a pickled tensor keeps its attributes.
@@ -23,12 +24,27 @@ def mark_seen(module: nn.Module) -> None:
 
 
 def own_copy(module: _Module) -> _Module:
-    """Return the module, or a copy of a module that has a marked tensor; frozen parameters stay shared."""
+    """Return the module, or a copy of a module that has a marked tensor; frozen parameters stay shared.
+
+    Raises:
+        TaskError: a parameter has hooks, which a copy would lack.
+    """
     seen = [tensor for _, tensor in named_state(module) if _MARK in vars(tensor)]
     frozen = {id(tensor): tensor for tensor in seen if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}
     if len(seen) == len(frozen):
         return module
+    _refuse_hooks(module)
     copied = copy.deepcopy(module, frozen)
     for buffer in copied.buffers():  # a copy of a buffer has its attributes
         vars(buffer).pop(_MARK, None)
     return copied
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        # The private names are the only ones.
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):  # noqa: SLF001
+            raise TaskError(
+                f"parameter {name!r} has a hook (register_hook), and each trial copies ready-made models and parts without "
+                "hooks; build the part with its hook anew in the function that makes the model"
+            )

@@ -3,9 +3,11 @@
 import copy
 import pickle
 
+import pytest
 import torch
 from torch import nn
 
+from hydra_tune.errors import TaskError
 from hydra_tune.train.own_copy import mark_seen, own_copy
 
 
@@ -38,3 +40,14 @@ def test_frozen_parameters_stay_shared():
     copied = own_copy(model)
     assert copied[0].weight is part.weight
     assert copied[0].bias is not part.bias
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_a_copy_would_lack_are_refused(register):
+    part = nn.Linear(4, 4)
+    getattr(part.weight, register)(lambda gradient: None)
+    model = sharing(part)
+    assert own_copy(model) is model
+    mark_seen(model)
+    with pytest.raises(TaskError, match=r"parameter '0.weight' has a hook .*; build the part with its hook anew"):
+        own_copy(sharing(part))
