@@ -23,28 +23,33 @@ def mark_seen(module: nn.Module) -> None:
         vars(tensor)[_MARK] = True
 
 
-def own_copy(module: _Module) -> _Module:
+def own_copy(module: _Module, *, is_own: bool = False) -> _Module:
     """Return the module, or a copy of a module that has a marked tensor; frozen parameters stay shared.
+
+    Args:
+        module: the module.
+        is_own: whether the module is the trial's own apart from frozen parameters, which may have been thawed since.
 
     Raises:
         TaskError: a parameter has hooks, which a copy would lack.
     """
     seen = [tensor for _, tensor in named_state(module) if _MARK in vars(tensor)]
     frozen = {id(tensor): tensor for tensor in seen if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}
-    if len(seen) == len(frozen):
+    # Modules around frozen parameters are copied too: each trial sets the modes of its own.
+    if not seen or (is_own and len(seen) == len(frozen)):
         return module
-    _refuse_hooks(module)
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in frozen and _has_hooks(parameter):
+            raise TaskError(
+                f"parameter {name!r} has a hook (register_hook), and each trial copies a model with ready-made parts without "
+                "hooks; build all parts anew in the function that makes the model"
+            )
     copied = copy.deepcopy(module, frozen)
     for buffer in copied.buffers():  # a copy of a buffer has its attributes
         vars(buffer).pop(_MARK, None)
     return copied
 
 
-def _refuse_hooks(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        # The private names are the only ones.
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):  # noqa: SLF001
-            raise TaskError(
-                f"parameter {name!r} has a hook (register_hook), and each trial copies ready-made models and parts without "
-                "hooks; build the part with its hook anew in the function that makes the model"
-            )
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    # The private names are the only ones.
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))  # noqa: SLF001

@@ -187,7 +187,7 @@ class _ModuleFactory:
         _prepare_module_data(module, self.options)
         self.streams.restore()
         _set_up_module(module, self.options, self.datamodule)
-        module = own_copy(module)  # the setup may have thawed shared parameters
+        module = own_copy(module, is_own=True)  # the setup may have thawed shared parameters
         if self.logs is not None:
             self.logs.prepare(module)
         return module

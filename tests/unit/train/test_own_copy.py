@@ -35,11 +35,21 @@ def test_frozen_parameters_stay_shared():
     part = nn.Linear(4, 4).requires_grad_(False)
     mark_seen(sharing(part))
     model = sharing(part)
-    assert own_copy(model) is model
+    assert own_copy(model, is_own=True) is model
     part.bias.requires_grad_(True)
-    copied = own_copy(model)
-    assert copied[0].weight is part.weight
-    assert copied[0].bias is not part.bias
+    for is_own in (False, True):
+        copied = own_copy(model, is_own=is_own)
+        assert copied[0].weight is part.weight
+        assert copied[0].bias is not part.bias
+
+
+def test_trials_that_share_frozen_parameters_have_modes_of_their_own():
+    part = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).requires_grad_(False)
+    mark_seen(sharing(part))
+    first, second = own_copy(sharing(part)), own_copy(sharing(part))
+    first.eval()
+    assert second[0][1].training
+    assert first[0][0].weight is second[0][0].weight is part[0].weight
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -49,5 +59,7 @@ def test_hooks_that_a_copy_would_lack_are_refused(register):
     model = sharing(part)
     assert own_copy(model) is model
     mark_seen(model)
-    with pytest.raises(TaskError, match=r"parameter '0.weight' has a hook .*; build the part with its hook anew"):
+    with pytest.raises(TaskError, match=r"parameter '0.weight' has a hook .*; build all parts anew"):
         own_copy(sharing(part))
+    part.requires_grad_(False)
+    assert own_copy(sharing(part))[0].weight is part.weight
