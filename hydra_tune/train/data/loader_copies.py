@@ -8,6 +8,7 @@ from `TrialLoaderCopies`.
 
 import copy
 import itertools
+import logging
 import pickle
 import random
 import sys
@@ -20,10 +21,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, MapDataPipe, Sampler
 
+from hydra_tune.closures import enclosed_parts
 from hydra_tune.errors import TaskError
 from hydra_tune.task import Batch, DataHandle
 from hydra_tune.train.data.handles import make_loader
 from hydra_tune.train.data.loader_state import give_state, set_back, state_of
+
+_LOGGER = logging.getLogger(__name__)
+
+# Loaders that a warning has named.
+_WARNED: "weakref.WeakSet[DataLoader[Any]]" = weakref.WeakSet()
 
 _PLAIN = (bool, int, float, str)
 _OWN_REFERENCES = 2
@@ -133,7 +140,10 @@ class TrialLoaderCopies:
             return make_loader(self.stream_in(handle), batch_size, shuffle)
         batches = make_loader(handle, batch_size, shuffle)
         self._take_over_changes()
-        return self.loader(batches) if isinstance(batches, DataLoader) else batches
+        if isinstance(batches, DataLoader):
+            return self.loader(batches)
+        _warn_of_shared_loaders(handle)
+        return batches
 
     def _take_over_changes(self) -> None:
         """Copy numbers and texts set by the user on the originals since, as `sampler.set_epoch(n)` does."""
@@ -281,6 +291,24 @@ class TrialLoaderCopies:
         positions = waiting or self._waiting_for_any
         if positions:
             give_state(known.own, positions.popleft())
+
+
+def _warn_of_shared_loaders(handle: DataHandle) -> None:
+    """Log, once each, the loaders that a callable draws from in place of returning them, if a pass changes the loader."""
+    for variable, part in enclosed_parts(handle, with_globals=True):
+        if not isinstance(part, DataLoader) or part in _WARNED:
+            continue
+        if part.generator is None and not part.persistent_workers:
+            continue
+        _WARNED.add(part)
+        _LOGGER.warning(
+            "a data callable of a TrainTask reads the variable %r, a DataLoader with %s, and does not return the loader: "
+            "trials that draw from the loader at once change each other's batches, and a resumed trial gets other batches. "
+            "Return the loader itself, or make the loader in the callable, without generator= and persistent_workers=True: "
+            "lambda: islice(DataLoader(...), n)",
+            variable,
+            "persistent_workers=True" if part.generator is None else "a generator",
+        )
 
 
 def _plain_attributes(original: object) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A trial draws from copies of its own, and says why where it cannot have them."""
 
 import contextlib
+import itertools
 import threading
 from typing import Any
 
@@ -247,6 +248,30 @@ def test_a_used_up_iterator_is_named():
     assert isinstance(result.error, TaskError)
     assert "train yielded no batch in epoch 1" in str(result.error)
     assert "not an iterator that an earlier pass, or another trial, has used up" in str(result.error)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"generator": seeded()}, "a generator"),
+        ({"num_workers": 1, "persistent_workers": True}, "persistent_workers=True"),
+    ],
+)
+def test_a_loader_that_a_callable_draws_from_is_named_once_where_a_pass_changes_the_loader(caplog, options, named):
+    changed, same = DataLoader(ROWS, 4, shuffle=True, **options), DataLoader(ROWS, 4, shuffle=True)
+    for _ in range(2):
+        for handle in (lambda: itertools.islice(changed, 1), lambda: itertools.islice(same, 1), lambda: changed):
+            TrialLoaderCopies().batches(handle, None, shuffle=True)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"reads the variable 'changed', a DataLoader with {named}, and does not return the loader" in caplog.text
+    assert "make the loader in the callable" in caplog.text
+
+
+def test_a_global_loader_that_a_callable_draws_from_is_named(caplog):
+    names: dict[str, Any] = {"loader": DataLoader(ROWS, 4, generator=seeded()), "islice": itertools.islice}
+    exec("drawn = lambda: islice(loader, 1)", names)
+    TrialLoaderCopies().batches(names["drawn"], None, shuffle=True)
+    assert "reads the variable 'loader'" in caplog.text
 
 
 class Lengthless(Sampler[int]):
