@@ -1,6 +1,7 @@
 """A trial draws from copies of its own, and says why where it cannot have them."""
 
 import contextlib
+import copy
 import itertools
 import threading
 from typing import Any
@@ -141,7 +142,7 @@ def test_indices_of_any_kind_have_no_position(order):
     expected = rows(drawn.draw(loader, shuffle=True))
     encode(drawn.states(), "feed", {})
     resumed.check(loader)
-    resumed.restore(drawn.states())
+    resumed.restore(copy.deepcopy(drawn.states()))
     assert rows(resumed.draw(loader, shuffle=True)) == expected
 
 
@@ -227,6 +228,32 @@ def test_a_sampler_of_the_users_own_is_copied_down_to_the_data():
     copied = TrialLoaderCopies().loader(loader).sampler
     assert copied.data is ROWS
     assert copied.more["table"] is ROWS.tensors
+
+
+def test_an_attribute_that_a_sampler_and_the_users_code_both_change_is_named(caplog):
+    loader = DataLoader(ROWS, 4, sampler=HoldsData(ROWS))
+    drawn = feed()
+    assert rows(drawn.draw(loader, shuffle=True)) == [[1, 2, 0]]
+    for order in ([7, 8, 9], [4, 5, 6]):
+        loader.sampler.order = order
+        passed = rows(drawn.draw(loader, shuffle=True))
+    assert passed == [[0, 1, 2]]
+    assert caplog.text.count("'order' of the sampler HoldsData") == 1
+
+
+def test_a_changed_sampler_goes_back_with_its_position():
+    loader = DataLoader(ROWS, 4, sampler=HoldsData(ROWS, kept=1))
+    drawn, resumed = feed(), feed()
+    drawn.check(loader)
+    loader.sampler.more["kept"] = 2
+    list(drawn.draw(loader, shuffle=True))
+    assert drawn._own.loader(loader).sampler.more == {"kept": 2}
+    resumed.check(loader)
+    resumed.restore(copy.deepcopy(drawn.states()))
+    assert rows(resumed.draw(loader, shuffle=True)) == rows(drawn.draw(loader, shuffle=True)) == [[2, 0, 1]]
+    loader.sampler.more = {"kept": 3}
+    list(resumed.draw(loader, shuffle=True))
+    assert resumed._own.loader(loader).sampler.more == {"kept": 3}
 
 
 def test_a_sampler_that_cannot_be_copied_is_refused_before_training():
