@@ -7,7 +7,7 @@ functions run. The module knows nothing of tasks. `TrainTask` (`task.py`) takes 
 logs the changes when a trial builds its model. `LoopTask` (`loop_task.py`) takes a snapshot of its loop, and
 `LoopTrial` (`train/own_loop/loop_trial.py`) logs the changes before the loop runs.
 `train/checkpoint/trial_checkpoint.py` searches the variables of a task (`enclosed_parts`) for weights that no checkpoint
-holds.
+holds, and `train/data/loader_copies.py` searches those of a data callable for loaders that trials would share.
 """
 
 import dis
@@ -75,13 +75,21 @@ class ClosureSnapshot:
         return [change for change in changes if change.variable not in assigned_names]
 
 
-def enclosed_parts(given: object) -> Iterator[tuple[str, object]]:
-    """Iterate over the closure variables of a function, each by name with its value, or with each part of a container."""
+def enclosed_parts(given: object, *, with_globals: bool = False) -> Iterator[tuple[str, object]]:
+    """Iterate over the closure variables of a function, each by name with its value, or with each part of a container.
+
+    Args:
+        given: the function; any other object has no parts.
+        with_globals: whether the globals that the function reads count as well.
+    """
     function = _function(given)
     if function is None:
         return
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        value = _content(cell)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    variables = [(name, _content(cell)) for name, cell in cells]
+    if with_globals:
+        variables += [(name, function.__globals__.get(name)) for name in _read_globals(function.__code__)]
+    for name, value in variables:
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
         for part in tuple(parts):
             yield name, part

@@ -8,25 +8,35 @@ from `TrialLoaderCopies`.
 
 import copy
 import itertools
+import logging
+import operator
 import pickle
 import random
 import sys
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, MapDataPipe, Sampler
 
+from hydra_tune.closures import enclosed_parts
 from hydra_tune.errors import TaskError
 from hydra_tune.task import Batch, DataHandle
 from hydra_tune.train.data.handles import make_loader
 from hydra_tune.train.data.loader_state import give_state, set_back, state_of
 
+_LOGGER = logging.getLogger(__name__)
+
+# Loaders that a warning has named.
+_WARNED: "weakref.WeakSet[DataLoader[Any]]" = weakref.WeakSet()
+
 _PLAIN = (bool, int, float, str)
 _OWN_REFERENCES = 2
+# Larger collections of a sampler are followed only where they are replaced, because reading them takes time in each pass.
+_MOST_MARKED = 1 << 22
 
 
 @dataclass(slots=True)
@@ -38,12 +48,20 @@ class _KnownCopy:
         own: the copy.
         plain: plain attributes of the original, as last copied.
         handle: index of the data handle that the copy was made for.
+        dataset: data of the loader whose sampler the original is; None for any other object.
+        marks: marks of a sampler's collections, as last copied.
+        own_marks: marks of the copy's collections since.
+        has_warned: whether a warning has told that both have changed.
     """
 
     original: object
     own: Any
     plain: dict[str, Any]
     handle: int
+    dataset: Any = None
+    marks: "dict[str, _Mark]" = field(default_factory=dict)
+    own_marks: "dict[str, _Mark]" = field(default_factory=dict)
+    has_warned: bool = False
 
 
 class TrialLoaderCopies:
@@ -133,10 +151,13 @@ class TrialLoaderCopies:
             return make_loader(self.stream_in(handle), batch_size, shuffle)
         batches = make_loader(handle, batch_size, shuffle)
         self._take_over_changes()
-        return self.loader(batches) if isinstance(batches, DataLoader) else batches
+        if isinstance(batches, DataLoader):
+            return self.loader(batches)
+        _warn_of_shared_loaders(handle)
+        return batches
 
     def _take_over_changes(self) -> None:
-        """Copy numbers and texts set by the user on the originals since, as `sampler.set_epoch(n)` does."""
+        """Copy what the user has set since on the originals: numbers and texts, as `sampler.set_epoch(n)`, and weights."""
         for known in list(self._copies.values()):
             new_attributes = _plain_attributes(_resolved(known.original))
             changes = {
@@ -147,6 +168,35 @@ class TrialLoaderCopies:
             if changes:
                 vars(known.own).update(changes)
                 known.plain = new_attributes
+            if known.dataset is not None:
+                self._take_over_values(known)
+
+    def _take_over_values(self, known: _KnownCopy) -> None:
+        """Copy the weights, indices and other collections of a sampler that the user has replaced or changed since."""
+        original, old_marks, own_marks = _resolved(known.original), known.marks, known.own_marks
+        known.marks = _marks_of(original)
+        # A collection that the sampler makes for itself, as when asked for its length, is no change of the user's.
+        changed = [name for name, mark in known.marks.items() if name in old_marks and mark != old_marks[name]]
+        if not changed:
+            return
+        own_parts, present = vars(known.own), _marks_of(known.own)
+        moved = [
+            name
+            for name in changed
+            if present.get(name) != own_marks.get(name) and own_parts.get(name) is not known.marks[name].value
+        ]
+        if moved and not known.has_warned:
+            known.has_warned = True
+            _LOGGER.warning(
+                "your code changed the attribute %r of the sampler %s, and so did the trial's own copy of the sampler, which "
+                "keeps its own value; change attributes that the sampler itself leaves alone",
+                moved[0],
+                type(original).__name__,
+            )
+        # A copy of a sampler of torch's shares the collections.
+        source = original if _is_torchs(original) else self._deep(original, known.dataset)
+        own_parts |= {name: vars(source)[name] for name in changed if name not in moved and name in vars(source)}
+        known.own_marks = _marks_of(known.own) | {name: own_marks[name] for name in moved if name in own_marks}
 
     def loader(self, original: DataLoader[Any]) -> DataLoader[Any]:
         """Return the trial's copy of a loader; always the same copy.
@@ -215,15 +265,15 @@ class TrialLoaderCopies:
         known_copy = self._known(original)
         if known_copy is not None:
             return known_copy
-        if type(original).__module__ == Sampler.__module__:
+        if _is_torchs(original):
             own_sampler = copy.copy(original)
             for name, value in vars(original).items():
                 if isinstance(value, torch.Generator):
                     vars(own_sampler)[name] = self.stream_in(value)
                 elif name == "sampler":
                     vars(own_sampler)[name] = self._sampler(value, dataset)
-            return self._remember(original, own_sampler)
-        return self._remember(original, self._deep(original, dataset))
+            return self._remember(original, own_sampler, dataset)
+        return self._remember(original, self._deep(original, dataset), dataset)
 
     def _deep(self, original: Any, dataset: Dataset[Any]) -> Any:
         """Return a deep copy of a user-defined sampler; the copy shares the data."""
@@ -263,7 +313,7 @@ class TrialLoaderCopies:
             if not isinstance(known.original, weakref.ref) and sys.getrefcount(known.original) <= _OWN_REFERENCES:
                 self._forget(key)
 
-    def _remember(self, original: object, own: Any) -> Any:
+    def _remember(self, original: object, own: Any, dataset: Dataset[Any] | None = None) -> Any:
         key = id(original)
         try:
             # A weak reference, because a callable may create a new loader and new data for each pass.
@@ -271,6 +321,8 @@ class TrialLoaderCopies:
         except TypeError:
             reference = original
         known = _KnownCopy(reference, own, _plain_attributes(original), self.current_handle)
+        if dataset is not None:
+            known.dataset, known.marks = dataset, _marks_of(original)
         self._copies[key] = known
         self._give_waiting(known)
         return own
@@ -281,11 +333,78 @@ class TrialLoaderCopies:
         positions = waiting or self._waiting_for_any
         if positions:
             give_state(known.own, positions.popleft())
+        if known.dataset is not None:
+            known.own_marks = _marks_of(known.own)
+
+
+def _warn_of_shared_loaders(handle: DataHandle) -> None:
+    """Log, once each, the loaders that a callable draws from in place of returning them, if a pass changes the loader."""
+    for variable, part in enclosed_parts(handle, with_globals=True):
+        if not isinstance(part, DataLoader) or part in _WARNED:
+            continue
+        if part.generator is None and not part.persistent_workers:
+            continue
+        _WARNED.add(part)
+        _LOGGER.warning(
+            "a data callable of a TrainTask reads the variable %r, a DataLoader with %s, and does not return the loader: "
+            "trials that draw from the loader at once change each other's batches, and a resumed trial gets other batches. "
+            "Return the loader itself, or make the loader in the callable, without generator= and persistent_workers=True: "
+            "lambda: islice(DataLoader(...), n)",
+            variable,
+            "persistent_workers=True" if part.generator is None else "a generator",
+        )
 
 
 def _plain_attributes(original: object) -> dict[str, Any]:
     attributes = getattr(original, "__dict__", {})
     return {name: value for name, value in attributes.items() if type(value) in _PLAIN and not name.startswith("__")}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Mark:
+    """A mark of a collection, not equal to an earlier mark once the collection has been replaced or changed.
+
+    Attributes:
+        value: the collection.
+        state: the version of a tensor, the hash of an array, or the items of any other collection.
+    """
+
+    value: Any
+    state: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Mark) or self.value is not other.value:
+            return False
+        if not isinstance(self.state, list):
+            return bool(self.state == other.state)
+        # By identity, because comparing arbitrary objects may run the user's code or compare whole tensors.
+        return len(self.state) == len(other.state) and all(map(operator.is_, self.state, other.state))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _marks_of(sampler: object) -> dict[str, _Mark]:
+    """Return marks of a sampler's attributes that are tensors, arrays or plain collections."""
+    states = {name: (value, _state_of(value)) for name, value in getattr(sampler, "__dict__", {}).items()}
+    return {name: _Mark(value, state) for name, (value, state) in states.items() if state is not None}
+
+
+def _state_of(value: Any) -> Any:
+    """Return the state of a collection for a mark; None for any other value."""
+    if isinstance(value, torch.Tensor):
+        # A tensor made in inference mode has no version.
+        return 0 if value.is_inference() else value._version  # noqa: SLF001
+    if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
+        return 0 if value.dtype.hasobject or value.size > _MOST_MARKED else hash(value.tobytes())
+    if type(value) not in (list, tuple, set, dict):
+        return None
+    if len(value) > _MOST_MARKED:
+        return 0
+    return [*value.keys(), *value.values()] if type(value) is dict else list(value)
+
+
+def _is_torchs(sampler: object) -> bool:
+    return type(sampler).__module__ == Sampler.__module__
 
 
 def _resolved(held: object) -> object:

@@ -168,7 +168,7 @@ class WholeModelRunner:
         if self._following is None:
             root.backward()  # type: ignore[no-untyped-call]
         else:
-            with self._following.differentiating(self._trained_parameters()):
+            with self._following.differentiating(root, self._trained_parameters()):
                 root.backward()  # type: ignore[no-untyped-call]
         return value
 
@@ -479,13 +479,15 @@ class _TrackedStep:
             yield
 
     @contextmanager
-    def differentiating(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Follow a backward inside the context, and the gradients created for the given parameters."""
+    def differentiating(self, root: Tensor, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Follow the backward of a root inside the context, and the gradients created for the given parameters."""
         with ExitStack() as stack:
             for parameter in parameters:
                 hook = parameter.register_post_accumulate_grad_hook(self._made_gradient)  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
-            with self.saving():
+            # Wherever a mode is active, torch takes a way to the gradient of `prod` that rounds differently.
+            stack.enter_context(nullcontext() if _has_product(root) else self._tracked())
+            with self._saved.hooks():
                 yield
 
     def _made_gradient(self, parameter: Tensor) -> None:
@@ -508,6 +510,22 @@ class _TrackedStep:
 
     def _tracked(self) -> Any:
         return self._tracker if self._is_tracked else nullcontext()
+
+
+def _has_product(root: Tensor) -> bool:
+    """Whether the backward of a root differentiates `torch.prod`."""
+    visited: set[Any] = {None}
+    # A list and not a recursion, because a graph may be deeper than Python's stack.
+    unvisited: list[Any] = [root.grad_fn]
+    while unvisited:
+        node = unvisited.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        if node.name().startswith("ProdBackward"):
+            return True
+        unvisited += [following for following, _ in node.next_functions]
+    return False
 
 
 def _quick_key(mode: str, batch: Any) -> Hashable:

@@ -1,6 +1,8 @@
 """A trial draws from copies of its own, and says why where it cannot have them."""
 
 import contextlib
+import copy
+import itertools
 import threading
 from typing import Any
 
@@ -140,7 +142,7 @@ def test_indices_of_any_kind_have_no_position(order):
     expected = rows(drawn.draw(loader, shuffle=True))
     encode(drawn.states(), "feed", {})
     resumed.check(loader)
-    resumed.restore(drawn.states())
+    resumed.restore(copy.deepcopy(drawn.states()))
     assert rows(resumed.draw(loader, shuffle=True)) == expected
 
 
@@ -228,6 +230,32 @@ def test_a_sampler_of_the_users_own_is_copied_down_to_the_data():
     assert copied.more["table"] is ROWS.tensors
 
 
+def test_an_attribute_that_a_sampler_and_the_users_code_both_change_is_named(caplog):
+    loader = DataLoader(ROWS, 4, sampler=HoldsData(ROWS))
+    drawn = feed()
+    assert rows(drawn.draw(loader, shuffle=True)) == [[1, 2, 0]]
+    for order in ([7, 8, 9], [4, 5, 6]):
+        loader.sampler.order = order
+        passed = rows(drawn.draw(loader, shuffle=True))
+    assert passed == [[0, 1, 2]]
+    assert caplog.text.count("'order' of the sampler HoldsData") == 1
+
+
+def test_a_changed_sampler_goes_back_with_its_position():
+    loader = DataLoader(ROWS, 4, sampler=HoldsData(ROWS, kept=1))
+    drawn, resumed = feed(), feed()
+    drawn.check(loader)
+    loader.sampler.more["kept"] = 2
+    list(drawn.draw(loader, shuffle=True))
+    assert drawn._own.loader(loader).sampler.more == {"kept": 2}
+    resumed.check(loader)
+    resumed.restore(copy.deepcopy(drawn.states()))
+    assert rows(resumed.draw(loader, shuffle=True)) == rows(drawn.draw(loader, shuffle=True)) == [[2, 0, 1]]
+    loader.sampler.more = {"kept": 3}
+    list(resumed.draw(loader, shuffle=True))
+    assert resumed._own.loader(loader).sampler.more == {"kept": 3}
+
+
 def test_a_sampler_that_cannot_be_copied_is_refused_before_training():
     loader = DataLoader(ROWS, 4, sampler=HoldsData(ROWS, lock=threading.Lock()))
     with pytest.raises(TaskError, match=r"sampler HoldsData cannot be copied: .*lock.*__deepcopy__"):
@@ -247,6 +275,30 @@ def test_a_used_up_iterator_is_named():
     assert isinstance(result.error, TaskError)
     assert "train yielded no batch in epoch 1" in str(result.error)
     assert "not an iterator that an earlier pass, or another trial, has used up" in str(result.error)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"generator": seeded()}, "a generator"),
+        ({"num_workers": 1, "persistent_workers": True}, "persistent_workers=True"),
+    ],
+)
+def test_a_loader_that_a_callable_draws_from_is_named_once_where_a_pass_changes_the_loader(caplog, options, named):
+    changed, same = DataLoader(ROWS, 4, shuffle=True, **options), DataLoader(ROWS, 4, shuffle=True)
+    for _ in range(2):
+        for handle in (lambda: itertools.islice(changed, 1), lambda: itertools.islice(same, 1), lambda: changed):
+            TrialLoaderCopies().batches(handle, None, shuffle=True)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"reads the variable 'changed', a DataLoader with {named}, and does not return the loader" in caplog.text
+    assert "make the loader in the callable" in caplog.text
+
+
+def test_a_global_loader_that_a_callable_draws_from_is_named(caplog):
+    names: dict[str, Any] = {"loader": DataLoader(ROWS, 4, generator=seeded()), "islice": itertools.islice}
+    exec("drawn = lambda: islice(loader, 1)", names)
+    TrialLoaderCopies().batches(names["drawn"], None, shuffle=True)
+    assert "reads the variable 'loader'" in caplog.text
 
 
 class Lengthless(Sampler[int]):

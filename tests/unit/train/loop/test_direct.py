@@ -472,6 +472,20 @@ def test_in_mixed_precision_too_the_optimizers_state_needs_room_beside_activatio
     assert statistics.peak_bytes <= statistics.budget_bytes
 
 
+class Multiplied(nn.Sequential):
+    """Multiplies numbers, whose gradient torch takes in another way where a mode is active."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, head = self
+        return head(torch.sigmoid(hidden(x)).unflatten(1, (8, 8)).prod(2))
+
+
+def test_products_have_the_plain_loops_gradients_in_followed_steps():
+    changed = described(model=lambda: Multiplied(nn.Linear(64, 64), nn.Linear(8, 4)))
+    with direct() as pool:
+        assert not against_plain(changed, pool.run(changed))
+
+
 def ragged(layout: torch.layout) -> Any:
     return lambda: [(torch.nested.nested_tensor([X[:1], X[1:3]], layout=layout), Y[:2])]
 
