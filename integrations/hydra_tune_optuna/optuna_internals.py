@@ -158,8 +158,8 @@ def ask(study: Study, mark: str | None = None) -> Trial:
 
     Args:
         study: the study to ask.
-        mark: name of an attribute that is True as soon as the trial is running; None: no attribute, by `Study.ask`
-            itself.
+        mark: name of an attribute that is True as soon as the trial is running; up to the last colon, the name tells the
+            kind of mark. None: no attribute, by `Study.ask` itself.
 
     Returns:
         The trial.
@@ -183,13 +183,20 @@ def _take_waiting(study: Study, mark: str) -> int | None:
     """Take a waiting trial, as `Study._pop_waiting_trial_id` does, with the mark.
 
     The mark comes before the state: a process killed in between leaves a waiting trial, never a running trial without a
-    mark.
+    mark. Older marks of the same kind end here: whoever set such a mark has put the trial back, or Optuna's callback has
+    copied the mark from a failed trial.
     """
+    kind = mark[: mark.rfind(":") + 1]
     for frozen in study._storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.WAITING,)):
         # Another process may have taken and ended the trial between the listing and this line.
         with suppress(UpdateFinishedTrialError):
             note(study, frozen, mark, value=True)
             if _run_waiting(study._storage, frozen._trial_id):
+                for key in [
+                    key for key, value in frozen.system_attrs.items() if kind and key.startswith(kind) and value
+                ]:
+                    if key != mark:
+                        note(study, frozen, key, value=False)
                 return frozen._trial_id
             note(study, frozen, mark, value=False)  # another process has taken the trial first
     return None
