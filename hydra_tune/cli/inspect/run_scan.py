@@ -32,6 +32,7 @@ _YAML = (".yaml", ".yml")
 _DATABASES = (".db", ".sqlite", ".sqlite3")
 _FILES = ("sqlite:///", "journal://", "journal:")
 _TUNER = "optuna"
+_NAMELESS = "no-name-"  # Optuna's own names of studies begin so
 _CLOCK_SECONDS = 1.0  # a trial starts in the storage before the log begins; clocks are read at different places
 
 
@@ -83,7 +84,8 @@ def find_runs(
         # A path in a sweep file is relative to the folder of the command, which is this folder most of the time.
         place = None if spec.storage is None else masked(absolute_storage(spec.storage, folder))
         for (url, study), part in parts.items():
-            if url == place and spec.study in (None, study):
+            # Without a name in the sweep file, the study of each run has a random name.
+            if url == place and (spec.study == study or (spec.study is None and study.startswith(_NAMELESS))):
                 part.spec = spec
     for log in logs:
         key = _key_of(log)

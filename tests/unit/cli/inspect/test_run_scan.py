@@ -182,3 +182,15 @@ def test_a_run_is_found_by_folder_name_and_file(folder, place):
     (run,), notes = runs_at(place, None)
     assert (run.name, notes) == ("first", [])
     assert find_run(place, None).name == "first"
+
+
+def test_a_sweep_file_without_a_name_is_of_no_study_with_a_name(folder):
+    study("other")
+    nameless = study(None)
+    (folder / "space.yaml").write_text(
+        "task: a:b\nmetric: {name: acc}\nrun_cap: 9\nhydra: {storage: 'sqlite:///trials.db'}\n"
+    )
+    runs = {run.name: run for run in find_runs(folder)[0]}
+    other, own = runs["other"], runs[nameless.study_name]
+    assert (other.metric, other.planned, other.file) == (None, None, None)
+    assert (own.metric, own.planned, own.file) == ("acc", 9, str(folder / "space.yaml"))
