@@ -68,6 +68,7 @@ __all__ = [
     "log_failed",
     "logger",
     "note",
+    "noted_once",
     "nothing_new_to_sample",
     "optimizing",
     "random_streams",
@@ -223,6 +224,16 @@ def _run_waiting(storage: BaseStorage, trial_id: int) -> bool:
 def note(study: Study, frozen: FrozenTrial, key: str, *, value: Any) -> None:
     """Write a system attribute of a trial to the storage."""
     study._storage.set_trial_system_attr(frozen._trial_id, key, value)
+
+
+@hold_interrupts()
+def noted_once(trial: Trial, key: str, value: Any) -> Any:
+    """Return a system attribute of a trial; write `value` first if the trial lacks the attribute."""
+    frozen = stored(trial.study, trial)
+    if key in frozen.system_attrs:
+        return frozen.system_attrs[key]
+    note(trial.study, frozen, key, value=value)
+    return value
 
 
 def end_draws(trial: Trial) -> None:

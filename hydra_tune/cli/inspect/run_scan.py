@@ -19,7 +19,7 @@ from hydra_tune.cli.display.next_step import how_to_go_on, masked
 from hydra_tune.cli.inspect.study_record import STUDIES, StudyReader, StudyRecord
 from hydra_tune.cli.inspect.sweep_run_record import UNDER_WAY, SweepRunRecord, phase_of
 from hydra_tune.cli.run.tuners import find
-from hydra_tune.cli.sweep_file.domains import FloatDomain, grid_size
+from hydra_tune.cli.sweep_file.domains import grid_size
 from hydra_tune.cli.sweep_file.reader import read_sweep_file
 from hydra_tune.cli.sweep_file.spec import SweepSpec
 from hydra_tune.errors import ConfigError, SweepFileError
@@ -360,16 +360,10 @@ def _trials(part: _RunParts, logs: list[RunState]) -> tuple[TrialView, ...]:
     if part.record is None:
         return tuple(sorted(logs[-1].trials.values(), key=lambda trial: trial.number))
     logged = {view.number: view for log in logs for view in log.trials.values()}
-    domains = {} if part.spec is None else part.spec.parameters or {}
     trials = []
     for stored in part.record.trials:
-        # The storage has the numbers that were drawn; the task was given these.
-        params = {
-            name: domain.settle(value) if isinstance(domain := domains.get(name), FloatDomain) else value
-            for name, value in stored.params.items()
-        }
         view = logged.get(stored.number, stored)
-        trial = replace(stored, params=params, epochs=view.epochs, error=stored.error or view.error)
+        trial = replace(stored, epochs=view.epochs, error=stored.error or view.error)
         if stored.state in UNDER_WAY and view.step > stored.step:
             # A process that was ended had logged a report before the storage heard of the report.
             trials.append(replace(trial, value=view.value, step=view.step, metrics=view.metrics))
