@@ -266,7 +266,7 @@ def test_parameters_are_told_as_the_task_was_given_them(tmp_path, monkeypatch):
 
 
 def test_a_trial_that_goes_on_keeps_the_value_that_its_task_was_given():
-    study = optuna.create_study()
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     trial = study.ask({"lr": optuna.distributions.FloatDistribution(0.01, 0.1, log=True)})
     drawn = FloatDomain(low=0.01, high=0.1, log=True, multiple=0.01)
     given = suggest(trial, "lr", drawn)
@@ -284,3 +284,20 @@ def test_parameters_of_another_program_are_shown_as_its_study_has_them(tmp_path,
     project.change("log_uniform_values, min: 1e-5, max: 0.1", "q_log_uniform_values, min: 0.1, max: 0.2, q: 0.1")
     project.change("max_concurrent: 4", "storage: 'sqlite:///trials.db', study: other")
     assert json.loads(CliRunner().invoke(main, ["best", "other", "--json"]).stdout)["params"] == study.best_params
+
+
+@pytest.mark.filterwarnings("ignore:`constraints_func` has been deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_trial_that_violates_its_constraints_is_not_named_best(count, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sampler = optuna.samplers.TPESampler(constraints_func=lambda trial: (1.0 - trial.number,))
+    options = {"storage": "sqlite:///c.db", "directions": ["minimize"] * count, "sampler": sampler}
+    study = optuna.create_study(study_name="c", **options)
+    study.optimize(lambda trial: (float(trial.number),) * count, n_trials=1)
+    refused = CliRunner().invoke(main, ["best", "c"])
+    expected = "run 'c' has no best trial: no completed trial fulfils the constraints; give one of its trials with"
+    assert (refused.exit_code, expected in refused.stderr) == (2, True)
+    assert json.loads(CliRunner().invoke(main, ["show", "c", "--json"]).stdout)["best"] == []
+    study.optimize(lambda trial: (float(trial.number),) * count, n_trials=1)
+    assert json.loads(CliRunner().invoke(main, ["best", "c", "--json"]).stdout)["trial"] == 1

@@ -333,7 +333,7 @@ def _record(part: _RunParts) -> SweepRunRecord:
         phase=phase,
         trials=trials,
         goals=goals,
-        best=() if record is None else record.best,
+        best=None if record is None else record.best,
         metric=facts.get("metric") or (None if spec is None else spec.metric),
         planned=planned,
         study=study,
