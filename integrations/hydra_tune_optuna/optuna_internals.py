@@ -228,11 +228,13 @@ def note(study: Study, frozen: FrozenTrial, key: str, *, value: Any) -> None:
 
 @hold_interrupts()
 def noted_once(trial: Trial, key: str, value: Any) -> Any:
-    """Return a system attribute of a trial; write `value` first if the trial lacks the attribute."""
+    """Return a system attribute of a trial; without the attribute, write and return `value`."""
     frozen = stored(trial.study, trial)
     if key in frozen.system_attrs:
         return frozen.system_attrs[key]
-    note(trial.study, frozen, key, value=value)
+    # Storages refuse to change a told trial, whose task is built once more to recover weights.
+    if not frozen.state.is_finished():
+        note(trial.study, frozen, key, value=value)
     return value
 
 

@@ -274,6 +274,12 @@ def test_a_trial_that_goes_on_keeps_the_value_that_its_task_was_given():
     again = optuna_internals.take_up(study, running)
     assert suggest(again, "lr", replace(drawn, multiple=0.05)) == suggest(again, "lr", drawn) == given
     assert trial.params["lr"] != given
+    study.tell(trial, 1.0)
+    told = optuna_internals.as_running(study, study.trials[0])
+    assert suggest(told, "lr", replace(drawn, multiple=0.05)) == given
+    study.add_trial(optuna.trial.create_trial(value=1.0, params=trial.params, distributions=trial.distributions))
+    without = optuna_internals.as_running(study, study.trials[1])
+    assert suggest(without, "lr", drawn) == given
 
 
 def test_parameters_of_another_program_are_shown_as_its_study_has_them(tmp_path, monkeypatch):
