@@ -359,7 +359,7 @@ def _sweep_folder(part: _RunParts, facts: Mapping[str, Any], study: str) -> Path
 def _trials(part: _RunParts, logs: list[RunState]) -> tuple[TrialView, ...]:
     if part.record is None:
         return tuple(sorted(logs[-1].trials.values(), key=lambda trial: trial.number))
-    logged = {view.number: view for log in logs for view in log.trials.values()}
+    logged = _logged(logs)
     trials = []
     for stored in part.record.trials:
         view = logged.get(stored.number, stored)
@@ -370,6 +370,20 @@ def _trials(part: _RunParts, logs: list[RunState]) -> tuple[TrialView, ...]:
         else:
             trials.append(replace(trial, metrics={**view.metrics, **stored.metrics}))
     return tuple(trials)
+
+
+def _logged(logs: Iterable[RunState]) -> dict[int, TrialView]:
+    """Last word of the logs, the oldest first, on each trial; a log without a report of a trial leaves earlier reports."""
+    logged: dict[int, TrialView] = {}
+    for view in (view for log in logs for view in log.trials.values()):
+        # A job with a name of its own, such as the recovery of weights, has no trial's number.
+        if view.name is not None:
+            continue
+        earlier = logged.get(view.number)
+        if earlier is not None and not view.metrics:
+            view = replace(view, value=earlier.value, step=earlier.step, metrics=earlier.metrics)  # noqa: PLW2901
+        logged[view.number] = view
+    return logged
 
 
 def _planned(spec: SweepSpec) -> int | None:

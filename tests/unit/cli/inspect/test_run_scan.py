@@ -194,3 +194,23 @@ def test_a_sweep_file_without_a_name_is_of_no_study_with_a_name(folder):
     other, own = runs["other"], runs[nameless.study_name]
     assert (other.metric, other.planned, other.file) == (None, None, None)
     assert (own.metric, own.planned, own.file) == ("acc", 9, str(folder / "space.yaml"))
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_recovery_of_weights_leaves_the_metrics_of_all_trials(folder, reports):
+    """The second run builds the task of trial 1 once more, and its job is the first of the log."""
+    study("first")
+    facts = {"study": "first", "storage": "sqlite:///trials.db", "folder": str(folder), "file": "a", "metric": "loss"}
+    for path in ("a.jsonl", "b.jsonl"):
+        log = made(folder / path)
+        log.sweep(what="opened", goal="minimize", **facts)
+        if path == "a.jsonl":
+            for number in range(2):
+                log.job(f"0:trial {number}", "report", step=0, metrics={"train_loss": float(number)})
+        else:
+            log.job("0:weights of trial 1", "submitted", priority=0)
+            if reports:
+                log.job("0:weights of trial 1", "report", step=1, metrics={"train_loss": 9.0})
+            log.sweep(what="ended", number=1, state="completed", value=0.5, params={}, error=None)
+        log.close()
+    assert [trial.metrics for trial in find_run("first", None).trials] == [{"train_loss": 0.0}, {"train_loss": 1.0}]
