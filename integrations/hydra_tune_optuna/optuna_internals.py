@@ -68,6 +68,7 @@ __all__ = [
     "log_failed",
     "logger",
     "note",
+    "noted_once",
     "nothing_new_to_sample",
     "optimizing",
     "random_streams",
@@ -158,8 +159,8 @@ def ask(study: Study, mark: str | None = None) -> Trial:
 
     Args:
         study: the study to ask.
-        mark: name of an attribute that is True as soon as the trial is running; None: no attribute, by `Study.ask`
-            itself.
+        mark: name of an attribute that is True as soon as the trial is running; up to the last colon, the name tells the
+            kind of mark. None: no attribute, by `Study.ask` itself.
 
     Returns:
         The trial.
@@ -183,13 +184,20 @@ def _take_waiting(study: Study, mark: str) -> int | None:
     """Take a waiting trial, as `Study._pop_waiting_trial_id` does, with the mark.
 
     The mark comes before the state: a process killed in between leaves a waiting trial, never a running trial without a
-    mark.
+    mark. Older marks of the same kind end here: whoever set such a mark has put the trial back, or Optuna's callback has
+    copied the mark from a failed trial.
     """
+    kind = mark[: mark.rfind(":") + 1]
     for frozen in study._storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.WAITING,)):
         # Another process may have taken and ended the trial between the listing and this line.
         with suppress(UpdateFinishedTrialError):
             note(study, frozen, mark, value=True)
             if _run_waiting(study._storage, frozen._trial_id):
+                for key in [
+                    key for key, value in frozen.system_attrs.items() if kind and key.startswith(kind) and value
+                ]:
+                    if key != mark:
+                        note(study, frozen, key, value=False)
                 return frozen._trial_id
             note(study, frozen, mark, value=False)  # another process has taken the trial first
     return None
@@ -216,6 +224,18 @@ def _run_waiting(storage: BaseStorage, trial_id: int) -> bool:
 def note(study: Study, frozen: FrozenTrial, key: str, *, value: Any) -> None:
     """Write a system attribute of a trial to the storage."""
     study._storage.set_trial_system_attr(frozen._trial_id, key, value)
+
+
+@hold_interrupts()
+def noted_once(trial: Trial, key: str, value: Any) -> Any:
+    """Return a system attribute of a trial; without the attribute, write and return `value`."""
+    frozen = stored(trial.study, trial)
+    if key in frozen.system_attrs:
+        return frozen.system_attrs[key]
+    # Storages refuse to change a told trial, whose task is built once more to recover weights.
+    if not frozen.state.is_finished():
+        note(trial.study, frozen, key, value=value)
+    return value
 
 
 def end_draws(trial: Trial) -> None:

@@ -36,6 +36,8 @@ _PICTURES = {
     "parallel coordinates": "plot_parallel_coordinate",
     "importances": "plot_param_importances",
 }
+GIVEN = "hydra_tune:given:"
+"""Prefix of a trial's system attributes with values that `suggest` (`sweep.py`) rounded for the task, by parameter."""
 _INCHES, _DOTS = (11, 5), 100
 
 
@@ -89,6 +91,11 @@ def stored_study(storage: str, name: str) -> Study:
         opened = open_storage(storage)
         assert opened is not None
         return optuna.load_study(study_name=name, storage=opened)
+
+
+def given_params(trial: FrozenTrial) -> dict[str, Any]:
+    """Parameters as the task was given them, whatever a sweep file says now; the study has them as drawn."""
+    return {name: trial.system_attrs.get(GIVEN + name, drawn) for name, drawn in trial.params.items()}
 
 
 @contextmanager
@@ -148,7 +155,7 @@ def _view(trial: FrozenTrial) -> TrialView:
     return TrialView(
         number=trial.number,
         state=_STATES[trial.state],
-        params=dict(trial.params),
+        params=given_params(trial),
         value=value,
         step=0 if step is None else step,
         metrics=metrics,

@@ -32,12 +32,14 @@ from hydra_tune.cli.sweep_file.request import Outcome, SweepRequest, TrialRecord
 from hydra_tune.cli.sweep_file.spec import PruningRule, SweepSpec
 from hydra_tune.errors import ConfigError, HydraTuneError, message_line
 from hydra_tune.supervision.marks import at_work
+from hydra_tune_optuna import optuna_internals
 from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.search.driver import job_name
 from hydra_tune_optuna.search.pruner_checks import PrunerRemedies, choose_admission, useless_pruner
 from hydra_tune_optuna.search.resume_sweep import going_on, keep_sampler
 from hydra_tune_optuna.storage_opening import has_tables, open_storage
 from hydra_tune_optuna.study import create_study
+from hydra_tune_optuna.study_reader import GIVEN, given_params
 from hydra_tune_optuna.weights import check_keeping, kept_weights
 
 _NUM_NAMED = 5
@@ -70,7 +72,7 @@ def run_sweep(request: SweepRequest) -> None:
         # Counted before the search claims any trial: a claimed trial would seem to belong to a living search.
         own_numbers, foreign_numbers = going_on(study, request.executor)
         num_going_on = len(own_numbers)
-        earlier = tuple(_record(request.spec, trial) for trial in study.get_trials(deepcopy=False) if _ended(trial))
+        earlier = tuple(_record(trial) for trial in study.get_trials(deepcopy=False) if _ended(trial))
         num_left, num_planned = _num_left(request.spec, earlier, num_going_on, _failed_before(request, earlier))
         request.observer.opened(study.study_name, earlier, num_planned)
         if foreign_numbers:
@@ -155,7 +157,7 @@ def check_sweep(spec: SweepSpec, *, resume: bool) -> tuple[int, int | None]:
         earlier: tuple[TrialRecord, ...] = ()
     else:
         _check_study(study, spec)
-        earlier = tuple(_record(spec, trial) for trial in study.get_trials(deepcopy=False) if _ended(trial))
+        earlier = tuple(_record(trial) for trial in study.get_trials(deepcopy=False) if _ended(trial))
     failed = frozenset(record.number for record in earlier if record.state == "failed")
     return len(earlier), _num_left(spec, earlier, 0, failed)[0]
 
@@ -274,26 +276,18 @@ def suggest(trial: Trial, name: str, domain: Domain) -> Any:
             return trial.suggest_int(name, domain.low, domain.high, step=domain.step, log=domain.log)
         case FloatDomain():
             drawn_value = trial.suggest_float(name, domain.low, domain.high, step=domain.step, log=domain.log)
-            return domain.settle(drawn_value)
+            if domain.multiple is None:
+                return drawn_value
+            # Noted with the trial: a resumed trial and every reader keep the value after the sweep file has changed.
+            return optuna_internals.noted_once(trial, GIVEN + name, domain.settle(drawn_value))
 
 
 def _ended(trial: FrozenTrial) -> bool:
     return trial.state in _OUTCOMES
 
 
-def _record(spec: SweepSpec, trial: FrozenTrial) -> TrialRecord:
-    return TrialRecord(
-        number=trial.number,
-        state=_OUTCOMES[trial.state],
-        value=trial.value,
-        params={name: given(spec.parameters or {}, name, value) for name, value in trial.params.items()},
-    )
-
-
-def given(domains: Mapping[str, Domain], name: str, drawn: Any) -> Any:
-    """Value that the task was given, from the study's value."""
-    domain = domains.get(name)
-    return domain.settle(drawn) if isinstance(domain, FloatDomain) else drawn
+def _record(trial: FrozenTrial) -> TrialRecord:
+    return TrialRecord(number=trial.number, state=_OUTCOMES[trial.state], value=trial.value, params=given_params(trial))
 
 
 def _failed_before(request: SweepRequest, earlier: tuple[TrialRecord, ...]) -> frozenset[int]:
@@ -335,7 +329,7 @@ def _optimize(study: PoolStudy, request: SweepRequest, num_left: int | None, goi
 
     def ended(trial: FrozenTrial) -> None:
         told_numbers.add(trial.number)
-        if observer.finished(_record(request.spec, trial)):
+        if observer.finished(_record(trial)):
             study.stop()
 
     asked_numbers: set[int] = set()
@@ -353,7 +347,7 @@ def _optimize(study: PoolStudy, request: SweepRequest, num_left: int | None, goi
         for trial in study.get_trials(deepcopy=False):
             if trial.number in asked_numbers - told_numbers:
                 if _ended(trial):
-                    observer.finished(_record(request.spec, trial))
+                    observer.finished(_record(trial))
                 else:
                     observer.left(trial.number)
         # Trials of an earlier run that this one was to go on with, and has not come to.

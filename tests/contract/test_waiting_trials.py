@@ -54,3 +54,12 @@ def test_asking_takes_the_waiting_trial_and_then_makes_new_ones(studies):
     assert first.suggest_float("x", 0, 1) == 0.5
     assert studies[0].trials[0].datetime_start <= studies[0].trials[1].datetime_start
     assert optuna_internals.tell(studies[0], first, value=1.0, state=None)[0] == TrialState.COMPLETE
+
+
+def test_taking_a_waiting_trial_ends_older_marks_of_the_kind_and_no_others(studies):
+    study, (waiting,) = studies[0], studies[0].get_trials(deepcopy=False)
+    for key in ("kind:old", "kind:own", "other:old"):
+        optuna_internals.note(study, waiting, key, value=True)
+    taken = optuna_internals.stored(study, optuna_internals.ask(study, mark="kind:own"))
+    assert taken.system_attrs.items() >= {"kind:old": False, "kind:own": True, "other:old": True}.items()
+    assert taken.state == TrialState.RUNNING

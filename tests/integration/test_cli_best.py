@@ -5,6 +5,7 @@ import json
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -15,7 +16,10 @@ from matplotlib import image
 from hydra_tune import load_module
 from hydra_tune.checkpoint.tensors import load_tensors
 from hydra_tune.cli.root import main
+from hydra_tune.cli.sweep_file.domains import FloatDomain
 from hydra_tune.train.loop.reference_loop import train_plain
+from hydra_tune_optuna import optuna_internals
+from hydra_tune_optuna.sweep import suggest
 from tests.support.cli_project import Project
 
 
@@ -253,3 +257,53 @@ def test_parameters_are_told_as_the_task_was_given_them(tmp_path, monkeypatch):
     found = CliRunner().invoke(main, ["best", "space.yaml", "--out", "out", "--json"])
     assert found.exit_code == 0, found.output
     assert json.loads(found.stdout)["params"] == given
+    # The values of trials that have run are theirs, whatever the next trials will draw.
+    project.change("min: 0.01, max: 0.1, q: 0.01", "min: 0.2, max: 0.6, q: 0.2")
+    assert json.loads(CliRunner().invoke(main, ["best", "first", "--json"]).stdout)["params"] == given
+    again = project.call("--json", "--no-log", "--run-cap", "1")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["best"]["params"] == given
+
+
+def test_a_trial_that_goes_on_keeps_the_value_that_its_task_was_given():
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    trial = study.ask({"lr": optuna.distributions.FloatDistribution(0.01, 0.1, log=True)})
+    drawn = FloatDomain(low=0.01, high=0.1, log=True, multiple=0.01)
+    given = suggest(trial, "lr", drawn)
+    (running,) = optuna_internals.running(study)
+    again = optuna_internals.take_up(study, running)
+    assert suggest(again, "lr", replace(drawn, multiple=0.05)) == suggest(again, "lr", drawn) == given
+    assert trial.params["lr"] != given
+    study.tell(trial, 1.0)
+    told = optuna_internals.as_running(study, study.trials[0])
+    assert suggest(told, "lr", replace(drawn, multiple=0.05)) == given
+    study.add_trial(optuna.trial.create_trial(value=1.0, params=trial.params, distributions=trial.distributions))
+    without = optuna_internals.as_running(study, study.trials[1])
+    assert suggest(without, "lr", drawn) == given
+
+
+def test_parameters_of_another_program_are_shown_as_its_study_has_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    study = optuna.create_study(study_name="other", storage="sqlite:///trials.db")
+    study.optimize(lambda trial: trial.suggest_float("lr", 0.01, 1.0), n_trials=1)
+    project = Project(tmp_path)
+    project.change("log_uniform_values, min: 1e-5, max: 0.1", "q_log_uniform_values, min: 0.1, max: 0.2, q: 0.1")
+    project.change("max_concurrent: 4", "storage: 'sqlite:///trials.db', study: other")
+    assert json.loads(CliRunner().invoke(main, ["best", "other", "--json"]).stdout)["params"] == study.best_params
+
+
+@pytest.mark.filterwarnings("ignore:`constraints_func` has been deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_trial_that_violates_its_constraints_is_not_named_best(count, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sampler = optuna.samplers.TPESampler(constraints_func=lambda trial: (1.0 - trial.number,))
+    options = {"storage": "sqlite:///c.db", "directions": ["minimize"] * count, "sampler": sampler}
+    study = optuna.create_study(study_name="c", **options)
+    study.optimize(lambda trial: (float(trial.number),) * count, n_trials=1)
+    refused = CliRunner().invoke(main, ["best", "c"])
+    expected = "run 'c' has no best trial: no completed trial fulfils the constraints; give one of its trials with"
+    assert (refused.exit_code, expected in refused.stderr) == (2, True)
+    assert json.loads(CliRunner().invoke(main, ["show", "c", "--json"]).stdout)["best"] == []
+    study.optimize(lambda trial: (float(trial.number),) * count, n_trials=1)
+    assert json.loads(CliRunner().invoke(main, ["best", "c", "--json"]).stdout)["trial"] == 1

@@ -13,6 +13,7 @@ import hydra_tune_optuna as optuna
 from hydra_tune import HydraExecutor
 from hydra_tune.checkpoint.folder import load_checkpoint
 from hydra_tune_optuna.search.resume_study import StudyResumer
+from hydra_tune_optuna.search.shutdown import leave
 from hydra_tune_optuna.weights import StudyWeights
 from tests.support.forked import Forked
 from tests.support.killed_study import RATES, begin, build, main, saved_trials, storage
@@ -126,6 +127,20 @@ def test_only_one_search_takes_what_another_has_left(tmp_path):
         assert second.begin(never) == []
         first.close(leaves=True)
         assert [left.frozen.number for left in StudyResumer(study, pool).begin(never)] == [number]
+
+
+def test_a_trial_that_one_search_put_back_and_a_killed_one_took_is_found(tmp_path):
+    """The first search has ended in order, and its name is known nowhere."""
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path / "saved") as pool:
+        study = optuna.create_study(storage=storage(tmp_path), study_name="killed", executor=pool)
+        interrupted, killed, last = (StudyResumer(study, pool) for _ in range(3))
+        interrupted.begin(never)
+        assert leave(study, interrupted, [], [interrupted.ask()]) == []
+        interrupted.close(leaves=False)
+        killed.begin(never)
+        number = killed.ask().number
+        killed.close(leaves=True)
+        assert [left.frozen.number for left in last.begin(never)] == [number] == [0]
 
 
 def test_trials_of_plain_optuna_are_left_alone(tmp_path):

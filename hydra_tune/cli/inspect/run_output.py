@@ -86,8 +86,11 @@ def trial_data(trial: TrialView) -> dict[str, Any]:
 
 
 def best_trials(run: SweepRunRecord) -> list[TrialView]:
-    """The best completed trial; with several objectives the Pareto front; nothing where the goal is not known."""
-    if run.best:
+    """The best completed trial; with several objectives the Pareto front; nothing where the goal is not known.
+
+    No trial that violates its constraints is the best.
+    """
+    if run.best is not None:
         return [trial for trial in run.trials if trial.number in run.best]
     first = next(iter(run.ranked), None)
     return [first] if first is not None and run.goals and first.state == "completed" and first.value is not None else []

@@ -19,7 +19,7 @@ from hydra_tune.cli.display.next_step import how_to_go_on, masked
 from hydra_tune.cli.inspect.study_record import STUDIES, StudyReader, StudyRecord
 from hydra_tune.cli.inspect.sweep_run_record import UNDER_WAY, SweepRunRecord, phase_of
 from hydra_tune.cli.run.tuners import find
-from hydra_tune.cli.sweep_file.domains import FloatDomain, grid_size
+from hydra_tune.cli.sweep_file.domains import grid_size
 from hydra_tune.cli.sweep_file.reader import read_sweep_file
 from hydra_tune.cli.sweep_file.spec import SweepSpec
 from hydra_tune.errors import ConfigError, SweepFileError
@@ -32,6 +32,7 @@ _YAML = (".yaml", ".yml")
 _DATABASES = (".db", ".sqlite", ".sqlite3")
 _FILES = ("sqlite:///", "journal://", "journal:")
 _TUNER = "optuna"
+_NAMELESS = "no-name-"  # Optuna's own names of studies begin so
 _CLOCK_SECONDS = 1.0  # a trial starts in the storage before the log begins; clocks are read at different places
 
 
@@ -83,7 +84,8 @@ def find_runs(
         # A path in a sweep file is relative to the folder of the command, which is this folder most of the time.
         place = None if spec.storage is None else masked(absolute_storage(spec.storage, folder))
         for (url, study), part in parts.items():
-            if url == place and spec.study in (None, study):
+            # Without a name in the sweep file, the study of each run has a random name.
+            if url == place and (spec.study == study or (spec.study is None and study.startswith(_NAMELESS))):
                 part.spec = spec
     for log in logs:
         key = _key_of(log)
@@ -331,7 +333,7 @@ def _record(part: _RunParts) -> SweepRunRecord:
         phase=phase,
         trials=trials,
         goals=goals,
-        best=() if record is None else record.best,
+        best=None if record is None else record.best,
         metric=facts.get("metric") or (None if spec is None else spec.metric),
         planned=planned,
         study=study,
@@ -357,23 +359,31 @@ def _sweep_folder(part: _RunParts, facts: Mapping[str, Any], study: str) -> Path
 def _trials(part: _RunParts, logs: list[RunState]) -> tuple[TrialView, ...]:
     if part.record is None:
         return tuple(sorted(logs[-1].trials.values(), key=lambda trial: trial.number))
-    logged = {view.number: view for log in logs for view in log.trials.values()}
-    domains = {} if part.spec is None else part.spec.parameters or {}
+    logged = _logged(logs)
     trials = []
     for stored in part.record.trials:
-        # The storage has the numbers that were drawn; the task was given these.
-        params = {
-            name: domain.settle(value) if isinstance(domain := domains.get(name), FloatDomain) else value
-            for name, value in stored.params.items()
-        }
         view = logged.get(stored.number, stored)
-        trial = replace(stored, params=params, epochs=view.epochs, error=stored.error or view.error)
+        trial = replace(stored, epochs=view.epochs, error=stored.error or view.error)
         if stored.state in UNDER_WAY and view.step > stored.step:
             # A process that was ended had logged a report before the storage heard of the report.
             trials.append(replace(trial, value=view.value, step=view.step, metrics=view.metrics))
         else:
             trials.append(replace(trial, metrics={**view.metrics, **stored.metrics}))
     return tuple(trials)
+
+
+def _logged(logs: Iterable[RunState]) -> dict[int, TrialView]:
+    """Last word of the logs, the oldest first, on each trial; a log without a report of a trial leaves earlier reports."""
+    logged: dict[int, TrialView] = {}
+    for view in (view for log in logs for view in log.trials.values()):
+        # A job with a name of its own, such as the recovery of weights, has no trial's number.
+        if view.name is not None:
+            continue
+        earlier = logged.get(view.number)
+        if earlier is not None and not view.metrics:
+            view = replace(view, value=earlier.value, step=earlier.step, metrics=earlier.metrics)  # noqa: PLW2901
+        logged[view.number] = view
+    return logged
 
 
 def _planned(spec: SweepSpec) -> int | None:

@@ -23,8 +23,8 @@ class StudyRecord:
     Args:
         name: of the study.
         goals: one for each objective.
-        trials: all trials, by number; `step` is the last reported step, `metrics` has numbers that a program has noted, and
-            with several objectives their values.
+        trials: all trials, by number; `params` are as the tasks were given them, `step` is the last reported step, `metrics`
+            has numbers that a program has noted, and with several objectives their values.
         best: numbers of the best trials: one, or with several objectives the Pareto front.
         started_at: start of the first trial; None without trials.
     """

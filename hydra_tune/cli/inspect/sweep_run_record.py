@@ -28,7 +28,7 @@ class SweepRunRecord:
             `unclear`: trials are running in the storage, and neither log nor lock says whether their process lives.
         trials: all trials, by number.
         goals: one for each objective; empty where not known.
-        best: numbers of the best trials.
+        best: numbers of the best trials, as the study has them; None where only a log is known.
         metric: name of the metric; None where not known.
         planned: number of trials planned; None where not known.
         study: name of the study; None for a study in memory.
@@ -44,7 +44,7 @@ class SweepRunRecord:
     phase: RunPhase
     trials: tuple[TrialView, ...]
     goals: tuple[Goal, ...] = ()
-    best: tuple[int, ...] = ()
+    best: tuple[int, ...] | None = None
     metric: str | None = None
     planned: int | None = None
     study: str | None = None
@@ -65,7 +65,7 @@ class SweepRunRecord:
         """All trials, the best first; trials without a value come last."""
         goal = self.goals[0] if self.goals else "minimize"
         view = SweepView(name=self.name, metric=self.metric_name, goal=goal, status="completed", trials=self.trials)
-        first = [trial for trial in self.trials if trial.number in self.best]
+        first = [trial for trial in self.trials if trial.number in (self.best or ())]
         chosen = {trial.number: trial for trial in (*first, *view.ranked, *self.trials)}
         return tuple(chosen.values())
 

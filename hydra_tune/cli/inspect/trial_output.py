@@ -93,9 +93,14 @@ def chosen_trial(run: SweepRunRecord, number: int | None) -> TrialView:
             f"run {run.name!r} has several objectives and no single best trial; give one of {numbers} with "
             "hydra-tune best --trial N"
         )
+    has_completed = any(trial.state == "completed" for trial in run.trials)
+    why = (
+        "no completed trial fulfils the constraints"
+        if has_completed and run.best is not None
+        else "no trial has completed"
+    )
     raise ConfigError(
-        f"run {run.name!r} has no best trial: no trial has completed; give one of its trials with "
-        "hydra-tune best --trial N"
+        f"run {run.name!r} has no best trial: {why}; give one of its trials with hydra-tune best --trial N"
     )
 
 

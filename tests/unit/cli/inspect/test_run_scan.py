@@ -182,3 +182,35 @@ def test_a_run_is_found_by_folder_name_and_file(folder, place):
     (run,), notes = runs_at(place, None)
     assert (run.name, notes) == ("first", [])
     assert find_run(place, None).name == "first"
+
+
+def test_a_sweep_file_without_a_name_is_of_no_study_with_a_name(folder):
+    study("other")
+    nameless = study(None)
+    (folder / "space.yaml").write_text(
+        "task: a:b\nmetric: {name: acc}\nrun_cap: 9\nhydra: {storage: 'sqlite:///trials.db'}\n"
+    )
+    runs = {run.name: run for run in find_runs(folder)[0]}
+    other, own = runs["other"], runs[nameless.study_name]
+    assert (other.metric, other.planned, other.file) == (None, None, None)
+    assert (own.metric, own.planned, own.file) == ("acc", 9, str(folder / "space.yaml"))
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_recovery_of_weights_leaves_the_metrics_of_all_trials(folder, reports):
+    """The second run builds the task of trial 1 once more, and its job is the first of the log."""
+    study("first")
+    facts = {"study": "first", "storage": "sqlite:///trials.db", "folder": str(folder), "file": "a", "metric": "loss"}
+    for path in ("a.jsonl", "b.jsonl"):
+        log = made(folder / path)
+        log.sweep(what="opened", goal="minimize", **facts)
+        if path == "a.jsonl":
+            for number in range(2):
+                log.job(f"0:trial {number}", "report", step=0, metrics={"train_loss": float(number)})
+        else:
+            log.job("0:weights of trial 1", "submitted", priority=0)
+            if reports:
+                log.job("0:weights of trial 1", "report", step=1, metrics={"train_loss": 9.0})
+            log.sweep(what="ended", number=1, state="completed", value=0.5, params={}, error=None)
+        log.close()
+    assert [trial.metrics for trial in find_run("first", None).trials] == [{"train_loss": 0.0}, {"train_loss": 1.0}]
