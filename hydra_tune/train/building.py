@@ -4,6 +4,8 @@
 (`train/loop/reference_loop.py`) does so before its first step. The module knows nothing of devices.
 """
 
+import functools
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from hydra_tune.errors import TaskError
 from hydra_tune.task import TrainTask
 
+_LOGGER = logging.getLogger(__name__)
 _OF_MODULES = ("parameters", "named_parameters", "modules", "named_modules", "children", "state_dict")
 
 
@@ -61,6 +64,28 @@ def build_optimizer(task: TrainTask, groups: Any) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(f"optimizer= must build a torch.optim.Optimizer, but returned {type(optimizer).__name__}")
     return optimizer
+
+
+def warn_of_unclipped(task: TrainTask, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Log that clipping leaves out a parameter that may get a gradient, because the optimizer does not have the parameter."""
+    if task.max_grad_norm is None:
+        return
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter not in trained:
+            _warn_of_unclipped(name)
+            return
+
+
+# Once for each name, and not in each trial of a search.
+@functools.cache
+def _warn_of_unclipped(name: str) -> None:
+    _LOGGER.warning(
+        "max_grad_norm= leaves out the gradient of the parameter %r, which is in no group of the optimizer; a loop that "
+        "clips over module.parameters() counts the gradient. Give the optimizer the parameter, or freeze the parameter in "
+        "model= by requires_grad_(False)",
+        name,
+    )
 
 
 def refuse_lazy(module: nn.Module) -> None:

@@ -29,7 +29,7 @@ from hydra_tune.shard.operators.operator_splitting import SplitOperators, split_
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.shard.python_state.state_guard import TaskStateGuard, names_parameters
 from hydra_tune.task import TrainTask, weighed
-from hydra_tune.train.building import build_model, build_optimizer, on_host
+from hydra_tune.train.building import build_model, build_optimizer, on_host, warn_of_unclipped
 from hydra_tune.train.checkpoint.compatibility import copied, is_of_the_pass
 from hydra_tune.train.checkpoint.python_changes import PythonChanges
 from hydra_tune.train.checkpoint.snapshot import SnapshotSaver, TrialStateSnapshot
@@ -292,6 +292,7 @@ class Trial(TrialFigures):
             groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
             self._operators, groups = split_operators(module, groups, task.split_operators)
             optimizer = build_optimizer(task, groups)
+            warn_of_unclipped(task, module, optimizer)
             self._claimed.take(optimizer)
             self._operators.check(optimizer)
             check_optimizer(optimizer, module)

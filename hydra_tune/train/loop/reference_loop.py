@@ -39,7 +39,7 @@ from hydra_tune.task import (
     returned,
     weighed,
 )
-from hydra_tune.train.building import build_model, build_optimizer
+from hydra_tune.train.building import build_model, build_optimizer, warn_of_unclipped
 from hydra_tune.train.data.handles import in_windows, moved, no_batch, num_samples, refuse_empty
 from hydra_tune.train.data.loader_copies import TrialLoaderCopies
 from hydra_tune.train.explain import explained
@@ -119,6 +119,7 @@ def _train(task: TrainTask, report: Report | None, device: torch.device) -> Plai
     # Operators are split as in the pool, because another split rounds differently.
     operators, groups = split_operators(module, groups, task.split_operators)
     optimizer = build_optimizer(task, groups)
+    warn_of_unclipped(task, module, optimizer)
     scheduler = None if task.scheduler is None else task.scheduler(optimizer)
     operators.check(optimizer)
     run = _PlainRun(

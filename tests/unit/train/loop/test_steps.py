@@ -1,6 +1,7 @@
 """Accumulation, clipping, mixed precision and bad losses: what the plain loop gives, to the last bit, however it is cut."""
 
 import math
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -262,6 +263,26 @@ def test_half_precision_parameters_are_refused_with_loss_scaling():
 def test_what_makes_no_sense_is_refused(changes, message):
     with pytest.raises(TaskError, match=message.replace("(", r"\(")):
         task(**changes)
+
+
+@pytest.mark.parametrize("run", [train, train_plain])
+def test_clipping_that_leaves_out_a_trainable_parameter_is_named_once(run, caplog):
+    # A name of its own for each run, because a warning names a parameter once.
+    name = f"left_out_of_{run.__name__}"
+
+    def warnings(*, frozen, norm):
+        def model():
+            layers = {name: nn.Linear(8, 8).requires_grad_(not frozen), "head": nn.Linear(8, 4)}
+            return nn.Sequential(OrderedDict(layers))
+
+        run(task(model=model, param_groups=lambda module: list(module.head.parameters()), max_grad_norm=norm))
+        return [record.getMessage() for record in caplog.records if f"{name}.weight" in record.getMessage()]
+
+    assert not warnings(frozen=True, norm=0.1)
+    assert not warnings(frozen=False, norm=None)
+    for _ in range(2):
+        (warning,) = warnings(frozen=False, norm=0.1)
+    assert f"max_grad_norm= leaves out the gradient of the parameter '{name}.weight'" in warning
 
 
 def test_memory_of_waiting_gradients_is_counted():
