@@ -22,6 +22,7 @@ from hydra_tune.cli.inspect.study_record import StudyRecord
 from hydra_tune.cli.sweep_file.spec import SweepSpec
 from hydra_tune.errors import ConfigError, message_line
 from hydra_tune.observe.live.snapshot import Goal, TrialView
+from hydra_tune_optuna import optuna_internals
 from hydra_tune_optuna.storage_opening import check_file, has_tables, open_storage
 
 _STATES = {
@@ -160,6 +161,7 @@ def _view(trial: FrozenTrial) -> TrialView:
         step=0 if step is None else step,
         metrics=metrics,
         error=trial.system_attrs.get("fail_reason"),
+        is_feasible=not optuna_internals.violates_constraints(trial),
     )
 
 

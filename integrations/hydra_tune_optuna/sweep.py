@@ -287,7 +287,13 @@ def _ended(trial: FrozenTrial) -> bool:
 
 
 def _record(trial: FrozenTrial) -> TrialRecord:
-    return TrialRecord(number=trial.number, state=_OUTCOMES[trial.state], value=trial.value, params=given_params(trial))
+    return TrialRecord(
+        number=trial.number,
+        state=_OUTCOMES[trial.state],
+        value=trial.value,
+        params=given_params(trial),
+        is_feasible=not optuna_internals.violates_constraints(trial),
+    )
 
 
 def _failed_before(request: SweepRequest, earlier: tuple[TrialRecord, ...]) -> frozenset[int]:

@@ -19,7 +19,7 @@ from hydra_tune.cli.root import main
 from hydra_tune.cli.sweep_file.domains import FloatDomain
 from hydra_tune.train.loop.reference_loop import train_plain
 from hydra_tune_optuna import optuna_internals
-from hydra_tune_optuna.sweep import suggest
+from hydra_tune_optuna.sweep import _record, suggest
 from tests.support.cli_project import Project
 
 
@@ -307,3 +307,8 @@ def test_a_trial_that_violates_its_constraints_is_not_named_best(count, tmp_path
     assert json.loads(CliRunner().invoke(main, ["show", "c", "--json"]).stdout)["best"] == []
     study.optimize(lambda trial: (float(trial.number),) * count, n_trials=1)
     assert json.loads(CliRunner().invoke(main, ["best", "c", "--json"]).stdout)["trial"] == 1
+    study.optimize(lambda trial: (float(trial.number),) * count, n_trials=1)
+    if count == 1:
+        assert [_record(trial).is_feasible for trial in study.trials] == [False, True, True]
+        shown = json.loads(CliRunner().invoke(main, ["show", "c", "--json"]).stdout)
+        assert [trial["number"] for trial in shown["trials"]] == [1, 2, 0]

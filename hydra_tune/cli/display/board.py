@@ -85,7 +85,7 @@ class SweepProgressTracker:
             self._num_planned = num_planned
             for record in earlier:
                 view = TrialView(number=record.number, state=record.state, earlier=True)
-                view = replace(view, params=dict(record.params), value=record.value)
+                view = replace(view, params=dict(record.params), value=record.value, is_feasible=record.is_feasible)
                 self._entries[record.number] = TrackedTrial(view=view)
         spec = self._spec
         self._note(

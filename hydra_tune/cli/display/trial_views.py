@@ -73,6 +73,7 @@ def final_view(entry: TrackedTrial, record: TrialRecord, *, stopping: bool) -> t
         state="cancelled" if cancelled else record.state,
         params=dict(record.params) or entry.view.params,
         value=record.value,
+        is_feasible=record.is_feasible,
         epoch=int(last["epoch"]) + 1 if last else entry.view.epoch,
         num_shards=result.num_shards if result is not None else 0,
         one_shard_bytes=result.one_shard_bytes if result is not None else 0,

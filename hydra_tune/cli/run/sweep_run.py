@@ -269,7 +269,7 @@ def _drive(tuner: Tuner, request: SweepRequest, board: SweepProgressTracker, out
 def _exit_code(view: SweepView, error: BaseException | None, number: int | None) -> int:
     if view.status == "interrupted":
         return INTERRUPTED if number is None else 128 + number
-    if view.status == "completed" and view.best is not None:
+    if view.status == "completed" and view.count("completed"):
         return DONE
     if error is not None and not isinstance(error, HydraTuneError):  # errors of hydra-tune say enough in one line
         traceback.print_exception(error, file=sys.stderr)

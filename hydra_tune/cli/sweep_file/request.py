@@ -28,12 +28,14 @@ class TrialRecord:
         state: how the trial ended.
         value: the metric, or None without a value.
         params: drawn parameters.
+        is_feasible: whether the trial violates no constraints.
     """
 
     number: int
     state: Outcome
     value: float | None
     params: Mapping[str, Any]
+    is_feasible: bool = True
 
 
 class SweepObserver(Protocol):

@@ -57,7 +57,10 @@ def _header(view: SweepView, width: int) -> list[Line]:
     lines = [one_line([ScreenCell(view.name, "bold"), *_times(view)], width), one_line(_counts(view, width), width)]
     best = view.best
     if best is None:
-        lines.append(one_line([ScreenCell("no trial has completed yet", "dim")], width))
+        missing = (
+            "no completed trial fulfils the constraints" if view.count("completed") else "no trial has completed yet"
+        )
+        lines.append(one_line([ScreenCell(missing, "dim")], width))
     else:
         value = ScreenCell(f"{view.metric} {text.number(best.value)}", "bold green")
         where = ScreenCell(f" in {text.label(best)}: {text.params(best.params)}".rstrip(": "))

@@ -44,6 +44,7 @@ class TrialView:
         values: the metric of the last reports, oldest first.
         compute_seconds: compute time of the trial's units.
         metrics: all metrics as last reported; empty where not known.
+        is_feasible: whether the trial violates no constraints; a trial that does is not the best.
     """
 
     number: int
@@ -67,6 +68,7 @@ class TrialView:
     values: tuple[float, ...] = ()
     compute_seconds: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    is_feasible: bool = True
 
     @property
     def is_over(self) -> bool:
@@ -172,11 +174,16 @@ class SweepView:
 
     @property
     def ranked(self) -> tuple[TrialView, ...]:
-        """Completed trials, best first, then pruned trials, best first; trials without a value are left out."""
+        """Completed trials, best first, then pruned trials, best first; trials without a value are left out.
+
+        Trials that violate constraints come after others of their state.
+        """
         sign = -1.0 if self.goal == "maximize" else 1.0
         valued = [t for t in self.trials if t.value is not None and not math.isnan(t.value)]
         ended = [t for t in valued if t.state in {"completed", "pruned"}]
-        return tuple(sorted(ended, key=lambda t: (t.state != "completed", sign * (t.value or 0.0), t.number)))
+        return tuple(
+            sorted(ended, key=lambda t: (t.state != "completed", not t.is_feasible, sign * (t.value or 0.0), t.number))
+        )
 
     @property
     def unfinished(self) -> tuple[TrialView, ...]:
@@ -202,4 +209,4 @@ class SweepView:
     def best(self) -> TrialView | None:
         """The best completed trial."""
         ranked = self.ranked
-        return ranked[0] if ranked and ranked[0].state == "completed" else None
+        return ranked[0] if ranked and ranked[0].state == "completed" and ranked[0].is_feasible else None

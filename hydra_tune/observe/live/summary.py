@@ -68,7 +68,8 @@ def print_summary(console: Console, view: SweepView) -> None:
         console.print(Text(line, style="red"))
     best = view.best
     if best is None:
-        console.print(Text(f"no trial completed{_unfinished(view)}", style="bold red"), soft_wrap=True)
+        missing = "no completed trial fulfils the constraints" if view.count("completed") else "no trial completed"
+        console.print(Text(f"{missing}{_unfinished(view)}", style="bold red"), soft_wrap=True)
     else:
         console.print(Text(f"best: {text.label(best)}, {view.metric} {text.number(best.value)}", style="bold green"))
         for name, value in best.params.items():
@@ -255,8 +256,8 @@ def to_json(view: SweepView) -> dict[str, Any]:
 
 def _trial(trial: TrialView) -> dict[str, Any]:
     data = asdict(trial)
-    # Only the live view needs these fields.
-    for live in ("step", "num_steps", "remaining_seconds", "name", "values", "metrics"):
+    # Only the live view and the ranking need these fields.
+    for live in ("step", "num_steps", "remaining_seconds", "name", "values", "metrics", "is_feasible"):
         del data[live]
     return {name: text.plain(value) for name, value in data.items()}
 

@@ -51,6 +51,17 @@ def board(log):
     return board
 
 
+def test_a_trial_that_violates_constraints_is_not_the_best(board):
+    records = [TrialRecord(number=n, state="completed", value=float(n), params={}, is_feasible=n > 1) for n in range(4)]
+    board.opened("study", (records[0], records[2]), 4)
+    for record in (records[1], records[3]):
+        board.asked(record.number)
+        board.finished(record)
+    view = board.snapshot(stats())
+    assert [trial.number for trial in view.ranked] == [2, 3, 0, 1]
+    assert view.best.number == 2
+
+
 def ended(board, number, state, value=None, error=None):
     board.asked(number)
     if error is not None:

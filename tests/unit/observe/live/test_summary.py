@@ -36,6 +36,16 @@ def test_a_pruned_trial_is_not_the_best(view):
     assert replace(view, trials=view.trials[2:]).best is None
 
 
+def test_a_trial_that_violates_constraints_is_not_the_best(view):
+    first, second, *others = view.trials
+    trials = (first, replace(second, is_feasible=False), *others)
+    assert [trial.number for trial in replace(view, trials=trials).ranked] == [0, 1, 2]
+    assert replace(view, trials=trials).best.number == 0
+    assert replace(view, trials=trials[1:]).best is None
+    lines = printed(replace(view, trials=trials[1:], status="completed"))
+    assert any(line.startswith("no completed trial fulfils the constraints") for line in lines)
+
+
 def test_the_table_and_the_totals(view):
     lines = printed(replace(view, status="completed"))
     table = lines.index("rank  trial  val_acc  epochs  shards  state      parameters")
