@@ -6,7 +6,7 @@ and compares the two.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -240,20 +240,27 @@ def run_eager(
     )
 
 
-def _own_functions(loss: Tensor) -> frozenset[type]:
-    """Functions in a loss's autograd graph with a backward in Python; a capture resolves reentrant checkpoints."""
-    functions: set[type] = set()
+def backward_nodes(root: Tensor) -> Iterator[Any]:
+    """Iterate over the nodes of a tensor's autograd graph, each once, in no order."""
     visited: set[Any] = {None}
     # A list and not a recursion, because a graph may be deeper than Python's stack.
-    unvisited: list[Any] = [loss.grad_fn]
+    unvisited: list[Any] = [root.grad_fn]
     while unvisited:
         node = unvisited.pop()
         if node in visited:
             continue
         visited.add(node)
         unvisited += [following for following, _ in node.next_functions]
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            functions.add(node._forward_cls)  # type: ignore[attr-defined]  # noqa: SLF001
+        yield node
+
+
+def _own_functions(loss: Tensor) -> frozenset[type]:
+    """Functions in a loss's autograd graph with a backward in Python; a capture resolves reentrant checkpoints."""
+    functions: set[type] = {
+        node._forward_cls  # type: ignore[attr-defined]  # noqa: SLF001
+        for node in backward_nodes(loss)
+        if isinstance(node, torch.autograd.function.BackwardCFunction)
+    }
     return frozenset(functions - {CheckpointFunction})
 
 

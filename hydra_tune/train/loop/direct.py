@@ -45,6 +45,7 @@ from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.capture.step_module import evaluation_metrics, training_loss
 from hydra_tune.shard.cost.pilot import aligned
 from hydra_tune.shard.python_state.state_guard import PythonStateUndo, step_functions
+from hydra_tune.shard.verify.step_outcome import backward_nodes
 from hydra_tune.task import Batch, TrainTask, backward_called, returned
 from hydra_tune.train.data.handles import moved, tensors_of
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
@@ -514,18 +515,7 @@ class _TrackedStep:
 
 def _has_product(root: Tensor) -> bool:
     """Whether the backward of a root differentiates `torch.prod`."""
-    visited: set[Any] = {None}
-    # A list and not a recursion, because a graph may be deeper than Python's stack.
-    unvisited: list[Any] = [root.grad_fn]
-    while unvisited:
-        node = unvisited.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        if node.name().startswith("ProdBackward"):
-            return True
-        unvisited += [following for following, _ in node.next_functions]
-    return False
+    return any(node.name().startswith("ProdBackward") for node in backward_nodes(root))
 
 
 def _quick_key(mode: str, batch: Any) -> Hashable:
