@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hydra_tune.errors import TaskError
+from hydra_tune_transformers.own_loss import OwnLoss
 
 IGNORED_LABEL = -100
 
@@ -28,6 +29,7 @@ class TrainerStep:
         label_smoother: computes the loss from the outputs and the labels; None: the model computes the loss.
         shifts_labels: whether `label_smoother` compares each position with the next label.
         loss_function: `compute_loss_func` of the `Trainer`.
+        own_loss: an overridden `compute_loss`, in place of all of the above; None: the library's own.
     """
 
     gives_count: bool
@@ -35,6 +37,7 @@ class TrainerStep:
     label_smoother: LabelSmoother | None
     shifts_labels: bool
     loss_function: Callable[..., Any] | None
+    own_loss: OwnLoss | None
 
     def __call__(self, module: nn.Module, batch: Mapping[str, Any], total: Tensor | None = None) -> Tensor:
         """Return the loss of a batch.
@@ -44,16 +47,20 @@ class TrainerStep:
             batch: the arguments of its forward.
             total: the number of labels of all batches of the optimizer step, float32, where labels are counted.
         """
+        if self.own_loss is not None:
+            self._check_labels(batch)
+            loss: Tensor = self.own_loss(module, batch, total, return_outputs=False)
+            return loss
         return self.loss_and_outputs(module, batch, total)[0]
 
     def loss_and_outputs(self, module: nn.Module, batch: Mapping[str, Any], total: Tensor | None) -> tuple[Tensor, Any]:
         """Return the loss of a batch, and the model's outputs."""
+        self._check_labels(batch)
+        if self.own_loss is not None:
+            loss, outputs = self.own_loss(module, batch, total, return_outputs=True)
+            return loss, outputs
         # A copy, because the labels leave `inputs` below, and an evaluation reads them from the batch afterwards.
         inputs, labels = dict(batch), None
-        if self.refuses_labels and "labels" in inputs:
-            raise TaskError(
-                "a batch has 'labels', whose number Trainer gives the model, and label_names= lacks 'labels'; add the name"
-            )
         if (self.label_smoother is not None or self.loss_function is not None) and "labels" in inputs:
             labels = inputs.pop("labels")
         if self.gives_count and total is not None:
@@ -70,6 +77,12 @@ class TrainerStep:
                 "the data, or a compute_loss_func"
             )
         return outputs["loss"] if isinstance(outputs, dict) else outputs[0], outputs
+
+    def _check_labels(self, batch: Mapping[str, Any]) -> None:
+        if self.refuses_labels and "labels" in batch:
+            raise TaskError(
+                "a batch has 'labels', whose number Trainer gives the model, and label_names= lacks 'labels'; add the name"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallbac
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hydra_tune.task import length_of
+from hydra_tune_transformers.own_loss import own_loss_of, refused_attributes
 
 TAKEN_OVER = frozenset(
     [
@@ -153,6 +154,7 @@ REFUSED = {
 
 _MAY_OVERRIDE = frozenset(
     [
+        "compute_loss",  # see `own_loss.py`
         "create_optimizer",
         "get_decay_parameter_names",
         "get_optimizer_cls_and_kwargs",
@@ -177,7 +179,7 @@ _CALLBACKS = (DefaultFlowCallback, ProgressCallback, PrinterCallback, EarlyStopp
 
 def refusals(trainer: Trainer) -> Iterator[str]:
     """Describe everything of a `Trainer` that is refused, each with the remedy."""
-    for look in (_arguments, _values, _loss_scale, _code, _callbacks, _data, _model):
+    for look in (_arguments, _values, _loss_scale, _code, refused_attributes, _callbacks, _data, _model):
         yield from look(trainer)
 
 
@@ -219,10 +221,11 @@ def _values(trainer: Trainer) -> Iterator[str]:
         yield "train_sampling_strategy='batch_rebalance': use 'random', 'group_by_length' or 'sequential'"
     if _text(args.optim) in ("lomo", "adalomo"):
         yield f"optim={_text(args.optim)!r}: it steps within the backward; use an optimizer of torch"
-    if args.bf16 and (trainer.label_smoother is not None or trainer.compute_loss_func is not None):
+    has_loss = trainer.compute_loss_func is not None or own_loss_of(trainer) is not None
+    if args.bf16 and (trainer.label_smoother is not None or has_loss):
         yield (
-            "bf16=True with a label_smoothing_factor or a compute_loss_func, whose loss autocast would change; train in "
-            "float32, or let the model compute its loss"
+            "bf16=True with a label_smoothing_factor, a compute_loss_func or a compute_loss of the Trainer's own, whose loss "
+            "autocast would change; train in float32, or let the model compute its loss"
         )
     config = args.accelerator_config
     for name in ("split_batches", "dispatch_batches", "gradient_accumulation_kwargs", "use_configured_state"):
@@ -257,7 +260,7 @@ def _code(trainer: Trainer) -> Iterator[str]:
         if _OF_THE_LOSS.isdisjoint(own):
             remedy = "use the stock method" + "s" * (len(own) > 1)
         else:
-            remedy = "give compute_loss_func= to a stock Trainer"
+            remedy = "override compute_loss alone, in a class"
         yield (
             f"{place} has its own {', '.join(own)}, which the pool would not call: {remedy}, or write the TrainTask yourself "
             "(the page 'Bring a plain PyTorch loop' of the documentation)"

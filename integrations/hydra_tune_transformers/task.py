@@ -28,6 +28,7 @@ from hydra_tune_transformers.errors import RefusedTrainerError
 from hydra_tune_transformers.evaluation import EarlyStop, TrainerEvaluation, TrainerMetrics
 from hydra_tune_transformers.loss import ItemCount, TrainerStep
 from hydra_tune_transformers.optimizer import NamedGroups, recipe_of
+from hydra_tune_transformers.own_loss import own_loss_of
 from hydra_tune_transformers.refusals import refusals
 
 TRIED = "5.24"
@@ -256,6 +257,7 @@ def _loss(trainer: Trainer) -> tuple[TrainerStep, ItemCount | None]:
         label_smoother=trainer.label_smoother,
         shifts_labels=type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
         loss_function=trainer.compute_loss_func,
+        own_loss=own_loss_of(trainer),
     )
     return step, ItemCount(is_shifted=getattr(trainer, "_loss_shifts_labels", False)) if counts else None
 

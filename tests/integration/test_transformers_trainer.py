@@ -2,10 +2,12 @@
 
 import copy
 import dataclasses
+import gc
 import itertools
 import math
 import re
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +40,53 @@ from tests.support.trainers import (
     text_model,
     trained,
 )
+
+
+class Weighted(Trainer):
+    """Weights classes, as the library's documentation shows."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.class_weights = torch.tensor([1.0, 2.0, 3.0])
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        scores = outputs.logits.view(-1, self.model.config.num_labels)
+        loss = torch.nn.functional.cross_entropy(scores, labels.view(-1), weight=self.class_weights)
+        return (loss, outputs) if return_outputs else loss
+
+
+class Penalized(Trainer):
+    """Adds to the stock loss, and logs."""
+
+    strength = 0.1
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        loss = loss + self.penalty(outputs["logits"])
+        self.log({"penalty": 1.0})
+        return (loss, outputs) if return_outputs else loss
+
+    def penalty(self, scores):
+        return self.strength * scores.logsumexp(-1).square().mean()
+
+
+class Distilled(Trainer):
+    """Follows the outputs of a fixed model."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.teacher = Bag().eval().requires_grad_(False)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        goal = self.teacher(**inputs)["logits"].softmax(-1)
+        loss = outputs["loss"] + torch.nn.functional.cross_entropy(outputs["logits"], goal)
+        return (loss, outputs) if return_outputs else loss
+
 
 CASES = {
     **{kind: {"kind": kind} for kind in KINDS},
@@ -80,9 +129,18 @@ CASES = {
     "bfloat16": {"bf16": True},
     "a Seq2SeqTrainer": {"kind": "translation", "trainer_class": transformers.Seq2SeqTrainer},
     "question answering": {"gradient_accumulation_steps": 2, "given": questions()},
+    "a weighted loss": {"kind": "token classification", "trainer_class": Weighted, "gradient_accumulation_steps": 2},
+    "a penalty beside the stock loss": {
+        "kind": "causal language model",
+        "trainer_class": Penalized,
+        "gradient_accumulation_steps": 4,
+    },
+    "a penalty beside a smoothed loss": {"trainer_class": Penalized, "label_smoothing_factor": 0.1},
+    "distillation": {"kind": "a module of one's own", "trainer_class": Distilled},
     "weights in bfloat16": {"given": {"model_init": lambda: text_model().to(torch.bfloat16)}},
 }
-FAST_CUTS = ("accumulated by tokens",)
+OWN_LOSSES = ("a weighted loss", "a penalty beside the stock loss", "distillation")
+FAST_CUTS = ("accumulated by tokens", "a weighted loss")
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +179,7 @@ def some(fast):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("name", some([*list(CASES)[::4], "weights in bfloat16", "question answering"]))
+@pytest.mark.parametrize("name", some([*list(CASES)[::4], *OWN_LOSSES, "question answering"]))
 def test_the_task_is_the_trainers_training(stock, name):
     make, weights, reports = stock(name)
     task = task_from_trainer(make)
@@ -320,6 +378,7 @@ def test_the_result_becomes_a_trainer_that_evaluates_to_the_reported_numbers(sto
         ({"gradient_accumulation_steps": 2, "max_steps": 5}, True),
         ({"train_sampling_strategy": "group_by_length"}, False),
         ({"kind": "masked language model"}, False),
+        ({"kind": "token classification", "trainer_class": Weighted}, True),
     ],
 )
 def test_a_saved_trial_goes_on_with_the_same_bits(tmp_path, arguments, saves_within_epochs):
@@ -370,11 +429,6 @@ def test_a_metric_that_is_no_number_is_named(tmp_path):
     task = task_from_trainer(making(tmp_path, given={"compute_metrics": lambda _: {"words": "many"}}))
     with pytest.raises(MetricError, match="compute_metrics returned 'words' as str"):
         train_plain(task)
-
-
-class OwnLoss(Trainer):
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
 
 
 class OwnStep(Trainer):
@@ -435,6 +489,42 @@ def passed_scheduler():
     return {"model": model, "optimizers": (optimizer, scheduler)}
 
 
+class Attached(Weighted):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.head = self.model.classifier
+
+
+class Annealed(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss if return_outputs else loss / (1 + self.state.global_step)
+
+
+class Counting(Trainer):
+    calls = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.calls += 1
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class Collecting(Trainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.sizes = {"inputs": 0}
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.sizes["inputs"] += len(inputs["labels"])
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class Gathering(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.accelerator.gather(inputs["labels"])
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
 class Unscaled(Trainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -465,7 +555,10 @@ def optimizer_with_an_attribute(is_decoupled=True):
 
 
 REFUSALS = {
-    "compute_loss": ({"trainer_class": OwnLoss}, "OwnLoss has its own compute_loss.*give compute_loss_func="),
+    "a part of the model in an attribute": (
+        {"trainer_class": Attached}, "self.head of Attached, which holds a part of the model.*from compute_loss's model"
+    ),
+    "half precision and a loss": ({"bf16": True, "trainer_class": Weighted}, "a compute_loss of the Trainer's own"),
     "training_step": ({"trainer_class": OwnStep}, "OwnStep has its own training_step"),
     "a loss that is not scaled": (
         {"trainer_class": Unscaled, "gradient_accumulation_steps": 2},
@@ -529,6 +622,38 @@ def test_what_would_not_be_exact_is_refused(tmp_path, name):
         task_from_trainer(make)
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Annealed, "compute_loss of Annealed reads self.state, which a trial in the pool lacks"),
+        (Counting, "compute_loss of Counting changes self.calls, which trials of a search would share"),
+        (Collecting, "compute_loss of Collecting changes self.sizes, which trials of a search would share"),
+        (Gathering, "compute_loss reads self.accelerator.gather, which a trial in the pool lacks"),
+    ],
+)
+def test_a_loss_that_reads_or_changes_the_training_fails_by_name(tmp_path, kind, message):
+    task = task_from_trainer(making(tmp_path, trainer_class=kind))
+    with HydraExecutor("cpu:1") as pool:
+        (result,) = pool.run([task], on_error="return")
+    assert result.status == "failed"
+    assert message in str(result.error)
+
+
+def test_a_trainer_is_free_while_its_loss_lives(tmp_path):
+    made = []
+
+    def make():
+        made.append(making(tmp_path, trainer_class=Weighted)())
+        return made[-1]
+
+    task = task_from_trainer(make)
+    trainer, model = weakref.ref(made[-1]), weakref.ref(made.pop().model)
+    gc.collect()
+    assert trainer() is None
+    assert model() is None
+    assert task.step.own_loss is not None
+
+
 def test_an_optimizer_that_can_be_made_again_is_taken_over(tmp_path):
     own = optimizer_with_an_attribute(is_decoupled=False)
     transformers.get_constant_schedule(own["optimizers"][0])  # leaves a note on the optimizer
@@ -582,7 +707,7 @@ def test_a_trainer_in_place_of_its_function_is_refused(tmp_path):
 
 def test_all_reasons_are_told_at_once(tmp_path):
     with pytest.raises(RefusedTrainerError) as refused:
-        task_from_trainer(making(tmp_path, eval_delay=1, save_strategy="epoch", trainer_class=OwnLoss))
+        task_from_trainer(making(tmp_path, eval_delay=1, save_strategy="epoch", trainer_class=OwnStep))
     assert len(refused.value.reasons) == 3
     assert all(reason in str(refused.value) for reason in refused.value.reasons)
 
@@ -629,7 +754,7 @@ def space(trial):
 def test_a_search_in_the_pool_is_the_trainers_search(tmp_path, is_installed):
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     search = {"hp_space": space, "n_trials": 4, "direction": "maximize"}
-    make = making(tmp_path, num_train_epochs=1)
+    make = making(tmp_path, num_train_epochs=1, trainer_class=Trainer if is_installed else Penalized)
     stock = make().hyperparameter_search(backend="optuna", sampler=optuna.samplers.RandomSampler(seed=0), **search)
     search["sampler"] = optuna.samplers.RandomSampler(seed=0)
     with HydraExecutor("cpu:2") as pool:
