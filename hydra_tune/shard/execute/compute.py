@@ -11,7 +11,9 @@ recompute, and hold no memory between the two units. In both cases the backward 
 order and meets the same nodes with the same bits.
 
 `ShardChain` (`chain.py`) runs the functions on real tensors in each unit, and the pilot (`shard/cost/pilot.py`) on fake
-tensors before a step is cut. The functions do not know the places of tensors.
+tensors before a step is cut. `MemoizedShardExecutor` (`shard/fake/fake_memo.py`) and the runner of a fused group
+(`fusion/compile/batched_plan.py`) take the module's place in a plan, and call its functions for what they do not run
+themselves. The functions do not know the places of tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence
