@@ -63,7 +63,11 @@ def kept_key(shard: int, number: int) -> str:
 
 
 class ChainStore(Protocol):
-    """Store of a chain's tensors; during a unit, all tensors are on the unit's device."""
+    """Store of a chain's tensors; during a unit, all tensors are on the unit's device.
+
+    A trial's store is a `BlockStore` (`train/state/block_store.py`); a check of a plan has a `HostChainStore`
+    (`shard/verify/step_outcome.py`).
+    """
 
     def state(self, names: Sequence[str]) -> list[Tensor]:
         """Return the trial's parameters (leaves) and buffers."""
