@@ -56,7 +56,8 @@ class CapturedStepGraph:
     """A captured step.
 
     Attributes:
-        module: the graph; placeholders are state, constants and batch leaves, the output is a tuple of scalars.
+        module: the graph; placeholders are state, constants and batch leaves, the output is a tuple of scalars, or with
+            `finish=` of tensors.
         mode: "train" or "evaluate".
         state: placeholder name -> canonical name of the parameter or buffer (tied names share a canonical name).
         constants: placeholder name -> tensor created or closed over by the code.
