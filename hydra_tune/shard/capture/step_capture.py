@@ -197,7 +197,7 @@ def _as_eager(
     def run(*arguments: Any) -> Any:
         """Run the step with torch's flags of compiling and exporting off."""
         flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag  # noqa: SLF001
-        # The flags belong to the process; captures hold the gate alone, so no thread that computes for a trial sees it.
+        # The flags belong to the process; captures hold the gate alone, so no computing thread sees the change.
         torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False  # noqa: SLF001
         try:
             with answering, _HookRefusalMode(), numbered(arguments[0]), noting_files(files):

@@ -6,7 +6,7 @@ The module uses only the interface of `torch.optim.Optimizer`, so a user's class
 made by this module. `ModelState` (`train/state/model_state.py`) asks here about a user's own `zero_grad`.
 
 Note: stand-ins. A step of a stand-in must change nothing of the trial: a stand-in has parameters, state and containers of
-its own, and `trying` puts back what it shares with the trial's optimizer, and the random streams.
+its own, and `trying` puts back the objects that a stand-in shares with the trial's optimizer, and the random streams.
 
 Note: foreach. On a GPU, torch's optimizers step all parameters of a group in one operator after the other (`foreach`)
 unless the user chooses otherwise, and their temporaries are then as large as all of these parameters together. On the

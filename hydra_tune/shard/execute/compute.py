@@ -12,8 +12,8 @@ starts from the same roots in the same order and meets the same nodes with the s
 
 `ShardChain` (`chain.py`) runs the functions on real tensors in each unit, and the pilot (`shard/cost/pilot.py`) on fake
 tensors before a step is cut. `MemoizedShardExecutor` (`shard/fake/fake_memo.py`) and the runner of a fused group
-(`fusion/compile/batched_plan.py`) take the module's place in a plan, and call its functions for what they do not run
-themselves. The functions do not know the places of tensors.
+(`fusion/compile/batched_plan.py`) take the module's place in a plan, and call the functions for shards that they do not
+run themselves. The functions do not know the places of tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence
