@@ -11,8 +11,8 @@ is not binding: at the end of the unit, the scheduler chooses among all eligible
 resident on the device. Only a policy with early binding (`EarlyBinding`) makes the next job certain.
 
 Note: staggered admission. Jobs of the front go first in predictions, too, and so do jobs that are not staggered. The
-front changes only when a job is admitted or over, or a device comes or goes; then all jobs that crossed the border
-change their level at once.
+front changes only when a staggered job is admitted, paused, unpaused, over or of another priority, or a device comes or
+goes; then all jobs that crossed the border change their level at once.
 """
 
 from hydra_tune.schedule.levels import Level, PriorityLevels
@@ -23,7 +23,7 @@ from hydra_tune.schedule.policies.policy import BindsEarly, JobView, Policy, sta
 class NextJobPredictor:
     """Tracks which job each device's buffer is for, and keeps the other eligible jobs in order.
 
-    Not thread-safe, like the scheduler, whose views `NextJobPredictor` reads.
+    Not thread-safe, like the scheduler, whose views `NextJobPredictor` reads: a pool calls both under its lock.
 
     Args:
         policy: policy that provides the selections.
@@ -62,7 +62,7 @@ class NextJobPredictor:
             self._seen[job] = view
 
     def notice_front(self) -> None:
-        """Take over the present front, after an admission, the end of a job, or a change of devices."""
+        """Take over the present front, after an admission, a pause, the end of a job, or a change of devices or priority."""
         front = frozenset(self._scheduler.front)
         if front == self._front:
             return

@@ -1,7 +1,8 @@
 """Lower bounds on the makespan, the yardstick for schedules.
 
 `pool/views/eta.py` bounds a running sweep at each forecast, `simulate/engine/simulator.py` a simulated run at the end,
-and `simulate/optimal.py` the best schedule before the search.
+and `simulate/optimal.py` the best schedule before the search. `benchmarks/settings.py` bounds schedules on devices of
+unequal speed.
 """
 
 import math

@@ -1,7 +1,8 @@
 """`AdmissionFront`: the staggered jobs in flight by age, and the jobs that go first under staggered admission.
 
-`SchedulerState` (`state.py`) updates the front whenever a staggered job in flight or a device comes or goes. With
-`admission="staggered"` every job is staggered, with `"auto"` the jobs that were submitted so, with `"eager"` none.
+`SchedulerState` (`state.py`) updates the front whenever a staggered job in flight or a device comes or goes, or such a
+job changes its priority. With `admission="staggered"` every job is staggered, with `"auto"` the jobs that were submitted
+so, with `"eager"` none.
 
 Note: staggered admission. The *front* consists of the oldest staggered jobs in flight, as many as there are devices, by
 priority and then by submission. Jobs that are not staggered have the rank of the front. A device takes a ready unit of

@@ -1,7 +1,8 @@
 """`SchedulerDecision`: a call of the scheduler with its time, as plain data for a file, and its replay.
 
-`PoolRecorder` (`pool/runtime/recorder.py`) keeps a `SchedulerDecision` of each call while a pool records;
-`simulate/recorded/replay.py` compares the decisions with a new schedule.
+`PoolRecorder` (`pool/runtime/recorder.py`) keeps a `SchedulerDecision` of each call while a pool records, and
+`simulate/recorded/recording.py` writes and reads the decisions as a file's data. `simulate/recorded/replay.py` compares
+the decisions with a new schedule; `benchmarks/replay.py` checks by `decide_again` that equal events give equal commands.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,8 @@
 """`Scheduler`: events in, commands out.
 
-A pure state machine: no threads, no clock, no tensors, no waiting. A driver, a real or simulated pool
-(`pool/runtime/dispatcher.py`, `simulate/engine/simulator.py`), calls `handle` as events happen and carries out the
-commands; equal events give equal commands.
+A pure state machine: no threads, no clock, no tensors, no waiting. A driver calls `handle` as events happen and carries
+out the commands: a pool (`pool/runtime/dispatcher.py`), a forecast (`pool/dry_run/executor.py`), a simulation
+(`simulate/engine/simulator.py`) or a replay (`simulate/recorded/replay.py`). Equal events give equal commands.
 
 Guarantees:
 
@@ -18,9 +18,10 @@ Guarantees:
   or running.
 * Under staggered admission, within a priority, no job beyond the front gets a device before a job of the front that
   could use the device.
-* When a job begins to wait and every device is busy, the scheduler asks one burst, of a job of no higher priority, to
-  end after its present step, if there is such a burst: the burst whose job has the least time left, among the jobs of
-  the lowest priority.
+* When a job is admitted, resumed or unpaused, changes its priority, or loses its unit with a device, and then waits
+  because every device is busy, the scheduler asks one burst, of a job of no higher priority, to end after its present
+  step, if there is such a burst: the burst whose job has the least time left, among the jobs of the lowest priority. A
+  job that waits after the end of its own unit asks for nothing.
 * A job that is stopped, or has a failed unit, gets no further unit, and is released once none of its units runs.
 * A paused job gets no further unit until unpaused, and takes no slot once nothing of the job is under way.
 * The scheduler keeps nothing of a job that is over.
@@ -59,7 +60,7 @@ _CALLS = (
     JobResumed,
     JobUnpaused,
     PriorityChanged,
-)  # events after which a job may begin to wait for a device
+)  # events after which a burst may be asked to end for a job that waits; the loss of a device is another
 
 
 class Scheduler:

@@ -84,7 +84,7 @@ class JobPhase(StrEnum):
     RUNNING = "running"
     """A unit of the job is on a device, or several units, each on a device of its own. Takes a slot."""
     WAITING = "waiting"
-    """Has no next unit until its report is answered. Takes no slot: the answer may depend on jobs that need slots."""
+    """Has no next unit until its report is answered or its data arrive. Takes no slot: an answer may need other jobs."""
     PAUSED = "paused"
     """The user holds back the next unit. Takes no slot, as in WAITING, and continues at once when unpaused."""
 

@@ -1,7 +1,8 @@
 """State transitions: the changes of each event, and the conditions under which an event is impossible.
 
-Each function checks all conditions before the first change, so a refused event changes nothing. The choice of the next
-unit is made elsewhere (`machine.py`).
+`Scheduler` (`machine.py`) calls `apply` for each event. Each function checks all conditions before the first change, so a
+refused event changes nothing, and puts each record that it has changed. No function here chooses a unit or a device:
+`Scheduler` does, after the last event of a call.
 """
 
 import math

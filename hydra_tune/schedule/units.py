@@ -1,8 +1,9 @@
 """`Unit`: a shard unit as the scheduler sees it.
 
 A unit says which kind of work runs on which shard, and about how long. The scheduler never interprets a unit's kind;
-the meaning of a kind is up to the pool. `pool/runtime/job_state.py` makes a `Unit` when a unit of a trial becomes due;
-the scheduler hands the `Unit` back in a `Run` (`commands.py`).
+the meaning of a kind is up to the pool. `unit_of` (`pool/devices/next_units.py`) makes a `Unit` of each due unit of a
+trial, and `simulate/model.py` of each unit of a simulated one. The scheduler hands the `Unit` back in a `Run`
+(`commands.py`).
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """An indivisible piece of a job's work on a device.
+    """A piece of a job's work on a device, never interrupted; only a burst may end early, between two of its steps.
 
     Args:
         kind: kind of work: `"forward"`, `"backward"`, `"update"`, `"evaluate"`, ...; passed on, never interpreted.

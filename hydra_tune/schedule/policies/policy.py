@@ -1,8 +1,9 @@
 """`Policy`: chooses which job an idle device works on next.
 
-The scheduler (`schedule/machine.py`) asks the policy once for every unit, when the device is free and not earlier:
-bytes may have been prefetched, but no choice was made. The policy sees only `JobView` objects, so the same policy can
-drive a real pool and a simulated one.
+The scheduler (`schedule/machine.py`) asks the policy for each unit of a job that has no other running unit, when the
+device is free and not earlier: bytes may have been prefetched, but no choice was made. `NextJobPredictor`
+(`schedule/ahead.py`) asks selections of its own, for predictions that bind nobody. The policy sees only `JobView` objects
+and names of devices, so the same policy can drive a real pool and a simulated one.
 
 Note: two ways to write a policy. `Policy` is a single method that receives every eligible job on each call. A single
 method is enough for a few hundred jobs, and states the rule most clearly. `IncrementalPolicy` makes a `Selection`. A
@@ -74,7 +75,8 @@ class Policy(Protocol):
 
         Args:
             device: an idle device.
-            candidates: every eligible job of the highest priority, at least one, in no particular order.
+            candidates: every eligible job of the highest level (`schedule/levels.py`), at least one, in no particular
+                order. Under staggered admission, the jobs beyond the front are left out while the front has a job.
 
         Returns:
             One of `candidates`.
@@ -83,14 +85,14 @@ class Policy(Protocol):
 
 
 class Selection(Protocol):
-    """The eligible jobs of a priority in a scheduler, in any structure that makes the choice quick."""
+    """The eligible jobs of a level of a scheduler or predictor, in any structure that makes the choice quick."""
 
     def add(self, view: JobView) -> None:
         """Add a job that has become eligible, or has a new view after `remove` of the old view."""
         ...
 
     def remove(self, view: JobView) -> None:
-        """Remove a job that is no longer eligible, because it runs or was stopped or paused.
+        """Remove a job that is no longer eligible, that changes its level, or whose view is out of date.
 
         Args:
             view: the object given to `add`.
@@ -98,7 +100,7 @@ class Selection(Protocol):
         ...
 
     def choose(self, device: str) -> JobView:
-        """Choose the next job of `device`; the scheduler then calls `remove` with the choice.
+        """Choose the next job of `device`; the scheduler then calls `remove` with the choice, and a predictor need not.
 
         Args:
             device: an idle device.
@@ -142,8 +144,8 @@ class BindsEarly(Protocol):
 class IncrementalPolicy(ABC):
     """A policy that keeps the eligible jobs in order as they come and go. Subclasses implement `start`.
 
-    The policy object holds options only; all mutable state is in the selections, one for each scheduler and priority.
-    So the same policy object may serve several schedulers.
+    The policy object holds options only; all mutable state is in the selections, one for each level of each scheduler
+    and predictor. So the same policy object may serve several schedulers.
     """
 
     @abstractmethod

@@ -2,5 +2,5 @@
 
 The package must not cut a graph: `partition` does. Read `graph_analysis` first, then `random_ops` and `rng_consumption`
 (the distance by which random operators move the generator) and `mutating_ops`. `module_mutation` refuses user code that
-replaces parameters or buffers.
+adds, removes or replaces parameters or buffers.
 """

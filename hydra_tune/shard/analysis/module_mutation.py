@@ -3,7 +3,8 @@
 Parameters and buffers live in blocks and are known to the optimizer, so a forward must not add or replace any. A buffer
 replaced by a tensor of the same kind (`self.mean = 0.9 * self.mean + ...`) counts as overwritten: the step restores the
 original tensor (`step_module.settle_buffers`) before the check. `ModelState` (`train/state/model_state.py`) checks
-after each unit of a model that runs whole; `shard/cost/eager_pilot.py` checks after each step that the pilot runs.
+after the user's own code has run, `train/loop/plan_cache.py` when a value that the step reads has changed between two
+steps, and `shard/cost/eager_pilot.py` after each step that the pilot runs.
 """
 
 from collections.abc import Mapping

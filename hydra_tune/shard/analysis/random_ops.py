@@ -1,7 +1,8 @@
-"""Finds the nodes of a captured graph that draw random numbers.
+"""Finds the nodes of a captured graph that draw random numbers, and names the arguments of nodes.
 
-`analyse` (`graph_analysis.py`) asks about each node of a new capture; the modules of `fusion/` ask when graphs of
-trials are compared or stacked, and `planner/trace/step_graph.py` when a step is traced.
+`analyse` (`graph_analysis.py`) asks about each node of a new capture, and `opaque_call`
+(`shard/capture/opaque_call.py`) about each operator of a user's own Function. The modules of `fusion/` ask when graphs
+of trials are compared or stacked, and `planner/trace/step_graph.py` when a step is traced.
 """
 
 from collections.abc import Mapping, Sequence

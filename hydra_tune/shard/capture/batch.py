@@ -267,7 +267,7 @@ def refuse_nested(tensor: Tensor) -> None:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return the tensor with a separate storage: a slice of a data set must not drag the whole set to a device."""
+    """Return a tensor with a storage of its size: a slice of a data set must not drag the whole set to a device."""
     refuse_nested(tensor)
     if tensor.layout is not torch.strided:
         raise TaskError(

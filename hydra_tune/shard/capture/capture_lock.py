@@ -5,9 +5,14 @@ so eager code that asks (optimizers, many models) takes other branches. And oneD
 other threads run other kernels, which round differently. Captures therefore run alone: all computation for a trial, the
 trial's own code or a shard unit, passes the gate shared, and a capture passes the gate exclusively.
 
-`captured_graph` (`shard/partition/trial_step.py`) takes the gate exclusively for each capture; the units of a batch
-(`train/loop/batch_units.py`) and a trial's own code between units (`train/trial.py`) take the gate shared.
-`MemberTrial.peek` (`fusion/group/member.py`) draws a batch alone, and so can tell its own changes from those of others.
+`captured_graph` (`shard/partition/trial_step.py`) takes the gate exclusively for each capture, and so do `PlanLibrary`
+(`shard/partition/plan_cache.py`) for the measured run of a whole step, and the traces of `fusion/` and `planner/`. The
+units of a batch (`train/loop/batch_units.py`) and a trial's own code between units (`train/trial.py`) take the gate
+shared. `MemberTrial.peek` (`fusion/group/member.py`) draws a batch alone, and so can tell its own changes from those of
+others.
+
+Note: a thread inside the gate waits for nothing that a capture may hold, such as the lock of a `PlanLibrary`, except
+inside `left`; otherwise the capture and the thread would wait for each other for ever.
 """
 
 import threading
@@ -57,7 +62,11 @@ class CaptureGate:
         return self._waiting > 0
 
     def forget(self, thread: int) -> None:
-        """Stop waiting for a thread inside `shared` that computes no more and is not expected to leave."""
+        """Stop waiting for a thread inside `shared` that computes no more and is not expected to leave.
+
+        The caller (`DrawClock`, `train/data/loader_clock.py`) must be sure that the thread is inside, and calls once: the
+        count of the threads inside would otherwise never be 0 again.
+        """
         with self._condition:
             self._forgotten.add(thread)
             self._sharing -= 1

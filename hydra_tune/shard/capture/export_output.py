@@ -2,6 +2,9 @@
 
 `capture` (`step_capture.py`) exports each step within `quiet_export`; `batched/joint_graph.py` traces a stacked step
 within `quiet_fakes`.
+
+Note: `quiet_export` changes the filters of warnings, the levels of two loggers and `sys.stderr` of the whole process, so
+only a holder of the gate (`capture_lock.py`) that is alone may enter the context.
 """
 
 import io
@@ -69,7 +72,7 @@ def quiet_fakes() -> Iterator[None]:
 
 @contextmanager
 def quiet_export() -> Iterator[None]:
-    """Silence warnings, log lines below errors, and the partial graph printed by a failing export."""
+    """Silence all threads' warnings and export's log lines below errors, and the graph that a failing export prints here."""
     talkers = [logging.getLogger(name) for name in _TALKERS]
     levels = [talker.level for talker in talkers]
     # The redirection holds for all threads, hence a stream that drops the text of this thread only.

@@ -1,10 +1,15 @@
 """Decides whether two trials have the same architecture: a key of the built model and of the code that uses the model.
 
-Equal keys must mean equal graphs. The key therefore holds everything that a capture could bake in: classes and code by
+Equal keys must mean equal graphs. The key therefore holds the values that a capture could bake in: classes and code by
 identity and value (an edited class is another class), plain attributes, closures and referenced globals, shapes, and
-names with a common tensor. A model with an object that has no key is captured afresh. `shard/partition/plan_request.py`
-makes the key at each request for a plan; `fusion/matching/fusion_key.py` makes the key once a trial that may join a
-group is built.
+names with a common tensor. A function of an installed package counts by its code alone, without its closure, and an
+attribute that is a Python module by its name alone. `key_of` (`shard/partition/plan_request.py`) and `MemberTrial`
+(`fusion/group/member.py`) therefore add the digest of a `PythonStateGuard`, which follows more of the user's values. A
+model with an object that has no key is captured afresh.
+
+`key_of` makes the key at each request for a plan, `fusion/matching/fusion_key.py` once a trial that may join a group is
+built, and `pool/dry_run/report.py` for each trial of a forecast. `shard/cost/update_pilot.py` keeps its measurements by
+`optimizer_key`.
 
 Example: two trials that differ only in the learning rate have the same key. Another hidden size gives another key, and so
 does an edited helper function that the model's forward calls.

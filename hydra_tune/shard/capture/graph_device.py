@@ -31,7 +31,7 @@ def placed(
 
     Args:
         module: the graph, which may name a device.
-        make: makes a callable of a graph; called once per device with operands.
+        make: makes a callable of a graph; called at once for the graph itself, and once for each other device with operands.
         home: the device named by the graph.
     """
     here = make(module)

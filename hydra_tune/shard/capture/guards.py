@@ -5,8 +5,9 @@ follow from the batch alone, the questions can be asked of every batch beforehan
 run, the operators that lead from the batch to each answer; a `BatchValueGuard` replays the operators on another batch.
 A plan then serves the batches with the same answers, and other batches have another plan. Questions about anything else
 (parameters, random numbers) are not answered here. `run_eager` (`shard/verify/step_outcome.py`) records a guard while a
-new plan is checked; `shard/partition/plan_cache.py` and `train/loop/plan_cache.py` ask the guard before the plan serves
-another batch.
+new plan is checked, and `ask` (`value_replay.py`) follows an eager run with a recorder alone.
+`shard/partition/plan_cache.py` and `train/loop/plan_cache.py` ask the guard before the plan serves another batch, inside
+the gate, because a guard computes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -153,7 +154,10 @@ class BatchGuardRecorder:
         )
 
     def finish(self) -> tuple[BatchValueGuard | None, frozenset[int]]:
-        """Return the run's guard, None without questions, and the numbers of the operators that only serve the guard."""
+        """Return the run's guard, None without questions, and the numbers of the guard's operators in the run.
+
+        The step may compute with results of these operators as well.
+        """
         calls = self._leading_to_reads()
         guard = BatchValueGuard(tuple(calls), self._constants) if calls else None
         numbers = frozenset(call.number for call in calls)

@@ -2,7 +2,7 @@
 
 Small tensors are real, so that a factory can read values computed from small tensors: rates per layer, masks, tables.
 `pool/dry_run/report.py` builds such a model when the real model is too large for a forecast, and `captured_graph`
-(`shard/partition/trial_step.py`) captures the step of a copy without bytes. `TrialRehearsal`
+(`shard/partition/trial_step.py`) captures the step of such a model on a copy without bytes. `TrialRehearsal`
 (`train/timing/fake_trial.py`) rehearses every model on a copy without bytes.
 """
 

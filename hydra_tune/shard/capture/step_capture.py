@@ -3,7 +3,11 @@
 The graph takes state, constants and batch tensors as inputs and holds no tensor of any trial, so a capture serves every
 trial of the same architecture. The module knows nothing of cutting or memory. `captured_graph`
 (`shard/partition/trial_step.py`) calls `capture` for each new kind of batch; the pilot (`shard/cost/pilot.py`) and the
-splitter (`shard/partition/subgraph.py`) then read the `CapturedStepGraph` while a plan is made.
+splitter (`shard/partition/subgraph.py`) then read the `CapturedStepGraph` while a plan is made. The modules of `train/`
+and `fusion/` list a model's tensors by `named_state`, in the same order and under the same names.
+
+Note: `capture` changes flags of torch, `Function.apply` and `sys.stderr` for the whole process, so the caller holds the
+gate (`capture_lock.py`) alone.
 """
 
 import sysconfig
@@ -52,7 +56,8 @@ class CapturedStepGraph:
     """A captured step.
 
     Attributes:
-        module: the graph; placeholders are state, constants and batch leaves, the output is a tuple of scalars.
+        module: the graph; placeholders are state, constants and batch leaves, the output is a tuple of scalars, or with
+            `finish=` of tensors.
         mode: "train" or "evaluate".
         state: placeholder name -> canonical name of the parameter or buffer (tied names share a canonical name).
         constants: placeholder name -> tensor created or closed over by the code.
@@ -192,7 +197,7 @@ def _as_eager(
     def run(*arguments: Any) -> Any:
         """Run the step with torch's flags of compiling and exporting off."""
         flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag  # noqa: SLF001
-        # The flags belong to the process; captures hold the gate alone, so no other thread sees the change.
+        # The flags belong to the process; captures hold the gate alone, so no computing thread sees the change.
         torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False  # noqa: SLF001
         try:
             with answering, _HookRefusalMode(), numbered(arguments[0]), noting_files(files):

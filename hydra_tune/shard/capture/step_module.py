@@ -3,8 +3,10 @@
 A capture of both together makes the loss itself (or the metrics) the graph's output, so models that compute their own
 loss, and batches of any structure, need no special treatment.
 
-`capture` (`step_capture.py`) exports the module, `shard/verify/step_outcome.py` runs the module eagerly when a plan is
-checked, and `shard/execute/eager_plan.py` runs the module in each unit of a step that cannot be captured.
+`capture` (`step_capture.py`) exports the module. `shard/verify/step_outcome.py` runs the module eagerly when a plan is
+checked, `value_replay.py` when answers are noted, and `shard/cost/eager_pilot.py` when a step that cannot be captured is
+measured; `shard/execute/eager_plan.py` runs the module in each unit of such a step. A trial that runs the user's own
+code (`train/loop/direct.py`) needs `training_loss` and `evaluation_metrics` alone.
 """
 
 from collections.abc import Callable, Mapping

@@ -4,7 +4,8 @@ A capture runs the step on tensors without values. `if mask.all():` is then an e
 takes another path. If all questions follow from the batch, an eager run gives the answers, in order, and the capture
 receives the answers. The plan then holds for batches with the same answers, as its guard ensures. `PlanLibrary`
 (`shard/partition/plan_cache.py`) asks when a step cannot be planned without answers (`answers_to` of
-`shard/partition/trial_step.py`), and then captures the step anew within `answering`.
+`shard/partition/trial_step.py`), and then captures the step anew within `answering`. Both run inside the gate
+(`capture_lock.py`), alone: `answering` replaces functions of a library for the whole process.
 """
 
 import sys

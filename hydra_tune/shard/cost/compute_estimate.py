@@ -4,9 +4,9 @@
 be timed; `step_estimate.py` and `shard/partition/partition_planner.py` estimate candidates.
 
 Note: the same core for all. Times measured once, on a machine with other work, err by more than the difference to be
-decided: keeping activations instead of recomputing saves one forward out of three. Besides, the same task should train
-in the same way every time, as planned. The core, like the copies (`devices/hardware/link.py`), is therefore assumed to
-be an ordinary core.
+decided: keeping activations instead of recomputing saves one forward, a quarter of a shard's units. Besides, the same
+task should train in the same way every time, as planned. The core, like the copies (`devices/hardware/link.py`), is
+therefore assumed to be an ordinary core.
 """
 
 from collections.abc import Sequence

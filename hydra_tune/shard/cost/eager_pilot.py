@@ -3,6 +3,9 @@
 Code that depends on values cannot run on fake tensors. The pilot therefore runs the step in the way of its unit,
 keeping or spilling its activations, while a tracker follows the storages made by the step. `whole_plan`
 (`shard/execute/eager_plan.py`) calls `EagerPilot` while making the plan of such a step.
+
+Note: the runs are runs of the user's own code. `PlanLibrary` (`shard/partition/plan_cache.py`) holds the gate alone
+meanwhile, and puts back what the code has changed in Python; the pilot itself restores the random streams.
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 Fewer samples at once need less room for intermediate values, so shards are larger and more of the model stays on the
 device; and a batch that does not fit at all may fit in pieces. The price is more units, and matrix products with fewer
-rows. For each tried number, the step is cut as for training, packed anew with `num_shards="tuned"`
+rows. For each tried number, the step is cut as for training, packed anew where the pool may choose the cuts
 (`shard/partition/shard_size_search.py`), and simulated (`traffic_model.py`). `train/loop/microbatch_choice.py` calls
 `choose_count` on the first batch of a trial with `split_batches="auto"`, unless a similar trial has chosen before.
 

@@ -2,11 +2,14 @@
 
 The pilot runs the very functions of a real run, but under `FakeTensorMode`, while `StorageTracker` follows the storages
 made by the functions. Nothing is allocated. Operands of a unit (parameters, values, gradients) count with the bytes of
-the blocks that will hold the operands; all further storages made by the unit count as its workspace. RNN workspaces
-inside a kernel are the known exception: fake kernels do not show such workspaces.
+the blocks that will hold the operands; all further storages made by the unit count as its workspace. Workspaces that a
+kernel keeps to itself are the known exception: fake kernels do not show such workspaces, and `workspace.py` adds only
+those of oneDNN's recurrent layers.
 
 `PlanLibrary` (`shard/partition/plan_cache.py`) makes a `ShardPilot` for each captured step, and the partitioners
-(`shard/partition/partitioner.py`) ask the pilot for the cost of each candidate shard.
+(`shard/partition/partitioner.py`) ask the pilot for the cost of each candidate shard. `StorageTracker` also follows real
+runs: the steps of a trial's own code (`train/loop/workspace_tracker.py`), and the building of a model
+(`shard/capture/meta_models.py`).
 
 Source: HYDRA section 4.1, the pilot runs of Algorithm 1. Differs: in the paper, an out-of-memory error of a real pass
 is the signal.

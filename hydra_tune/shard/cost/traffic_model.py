@@ -5,7 +5,8 @@ the pager's order, and the blocks sent ahead meanwhile. Several batches of a ste
 after the other, as in training (`train/parallel/batch_grouping.py`). The simulation moves whole shards, so a
 prediction takes milliseconds, whereas a rehearsal (`train/timing/fake_trial.py`) takes seconds, and the prediction
 also works for cuts not yet made. While a step is planned, `shard/partition/shard_size_search.py` (cuts),
-`optimizer_placement.py` (places of the updates) and `step_estimate.py` (numbers of pieces) ask for the prediction.
+`optimizer_placement.py` (places of the updates) and `step_estimate.py` (numbers of pieces) ask for the prediction. While
+a step runs, `train/parallel/batch_grouping.py` asks `is_worth_grouping`.
 
 Note: the orders copy `memory/pager.py` and `memory/prefetch.py`, which this module must not import; a change there
 needs a change here. `tests/integration/test_packing.py` compares the prediction with a rehearsal.

@@ -2,7 +2,11 @@
 
 The module uses only the interface of `torch.optim.Optimizer`, so a user's class is measured as well. `PlanLibrary`
 (`shard/partition/plan_cache.py`) makes a pilot for each training step that needs a plan, and the optimizer checks in
-`shard/verify/` step stand-ins made by this module.
+`shard/verify/`, `update_seconds` (`optimizer_placement.py`) and rehearsals (`train/timing/fake_trial.py`) step stand-ins
+made by this module. `ModelState` (`train/state/model_state.py`) asks here about a user's own `zero_grad`.
+
+Note: stand-ins. A step of a stand-in must change nothing of the trial: a stand-in has parameters, state and containers of
+its own, and `trying` puts back the objects that a stand-in shares with the trial's optimizer, and the random streams.
 
 Note: foreach. On a GPU, torch's optimizers step all parameters of a group in one operator after the other (`foreach`)
 unless the user chooses otherwise, and their temporaries are then as large as all of these parameters together. On the

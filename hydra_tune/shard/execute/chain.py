@@ -4,14 +4,14 @@ Training runs F0 .. F(K-2), then B(K-1), B(K-2) .. B0. The last shard has no for
 includes the forward. A forward unit puts the values that cross cuts into the store. If the plan keeps the shard's
 activations, the unit also stores the tensors saved by autograd, and the chain holds the graph for the backward unit.
 Otherwise the backward unit computes its shard a second time, with gradients. To reproduce the same values, a forward
-unit first saves the generator's state and the buffers it is about to overwrite. The recompute starts from the saved
-buffers, and its own changes of buffers are thrown away, so BatchNorm counts once. `BatchUnits`
-(`train/loop/batch_units.py`) makes a `ShardChain` for each batch that runs as units, and `run_plan`
+unit first saves the generator's state, and the buffers that its shard uses and that this or a later shard overwrites.
+The recompute starts from the saved buffers, and its own changes of buffers are thrown away, so BatchNorm counts once.
+`BatchUnits` (`train/loop/batch_units.py`) makes a `ShardChain` for each batch that runs as units, and `run_plan`
 (`shard/verify/step_outcome.py`) for each check of a plan.
 
 Note: undo. The inputs of a unit stay unchanged until the unit has all its results (`ChainStore.settle`), except
-storages kept by a graph and freed during the backward. A unit that fails earlier can therefore be run again
-(`train/loop/unit_rollback.py`), a backward unit by recomputing.
+buffers, of which there is a copy (`buffers_before`), and storages kept by a graph and freed during the backward. A unit
+that fails earlier can therefore be run again (`train/loop/unit_rollback.py`), a backward unit by recomputing.
 
 Note: kept, and yet recomputed. An autograd graph belongs to the device of its forward; on another GPU the graph's nodes
 would refuse their operands. The scheduler is free to place the backward unit on another device, because binding the
@@ -19,8 +19,8 @@ unit would leave devices idle. Such a unit drops the graph and recomputes. All C
 autograd, so there the graph works everywhere. For this reason a forward unit that keeps its graph also saves the inputs
 of a recompute.
 
-Keys of the store are `value`, `gradient of a value`, `gradient of a parameter`, `saved buffer` and `kept storage`; see
-the functions below.
+A value's key in the store is its name. The functions below make the keys of gradients of values, of gradients of
+parameters (of this batch, and of earlier batches of the step), of saved buffers and of kept storages.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,11 @@ def kept_key(shard: int, number: int) -> str:
 
 
 class ChainStore(Protocol):
-    """Store of a chain's tensors; during a unit, all tensors are on the unit's device."""
+    """Store of a chain's tensors; during a unit, all tensors are on the unit's device.
+
+    A trial's store is a `BlockStore` (`train/state/block_store.py`); a check of a plan has a `HostChainStore`
+    (`shard/verify/step_outcome.py`).
+    """
 
     def state(self, names: Sequence[str]) -> list[Tensor]:
         """Return the trial's parameters (leaves) and buffers."""

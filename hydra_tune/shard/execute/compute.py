@@ -6,12 +6,14 @@ accumulated by later shards as one more root, before any root of the shard itsel
 by several shards. Adding the sum afterwards would change the last bits.
 
 Note: one backward for two forwards. A forward unit may keep its graph; the leaves of the graph then stand for the
-live-ins and parameters until the backward unit. The leaves are tensors of the step alone, like the leaves of a
-recompute, and hold no memory between the two units. In both cases the backward starts from the same roots in the same
-order and meets the same nodes with the same bits.
+live-ins and parameters until the backward unit. The leaves are tensors of the step alone, and hold no memory between the
+two units; a recompute has such leaves for its live-ins, and takes the trial's own parameters. In both cases the backward
+starts from the same roots in the same order and meets the same nodes with the same bits.
 
 `ShardChain` (`chain.py`) runs the functions on real tensors in each unit, and the pilot (`shard/cost/pilot.py`) on fake
-tensors before a step is cut. The functions do not know the places of tensors.
+tensors before a step is cut. `MemoizedShardExecutor` (`shard/fake/fake_memo.py`) and the runner of a fused group
+(`fusion/compile/batched_plan.py`) take the module's place in a plan, and call the functions for shards that they do not
+run themselves. The functions do not know the places of tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,11 @@
-"""The whole-model path: runs a step that cannot be captured eagerly, as a single shard.
+"""The whole-model path: plans of a single shard, for a step that cannot be captured, and for a trial's own code.
 
 Parameters and buffers still live in blocks and are spilled between units. If the activations do not fit beside the
 parameters and buffers, the unit spills the activations from forward to backward (`memory/activation_offload.py`).
-`PlanLibrary` (`shard/partition/plan_cache.py`) calls `whole_plan` for a step without a graph, and `SingleTrial`
-(`train/single_trial.py`) asks `uncaptured` before the first step whether the user's own code may run unchanged.
+`PlanLibrary` (`shard/partition/plan_cache.py`) calls `whole_plan` for a step without a graph, whose units then run the
+user's code eagerly in an `EagerStep`. `SingleTrial` (`train/single_trial.py`), `train/own_code_trial.py` and a forecast
+(`pool/dry_run/report.py`) ask `uncaptured` before the first step whether the user's own code may run unchanged;
+`train/own_loop/loop_trial.py` asks `state_plan` for the bytes of such a trial.
 """
 
 from collections.abc import Callable, Sequence

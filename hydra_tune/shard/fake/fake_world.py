@@ -1,7 +1,8 @@
 """`RehearsalFakeMode`: a world of tensors with sizes but no bytes, in which code that reads values can run as well.
 
 `pool/dry_run/report.py` makes the rehearsed trials in this mode, and `PoolRehearsal` (`pool/dry_run/executor.py`) runs
-all units of a rehearsal in the same mode.
+all units of a rehearsal in the same mode. The pilot of updates (`shard/cost/update_pilot.py`) steps large stand-ins on
+tensors of this mode.
 """
 
 from collections.abc import Mapping, Sequence
