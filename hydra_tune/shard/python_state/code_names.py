@@ -1,6 +1,8 @@
 """Names that a function's code can read or write, and whether code belongs to an installed package.
 
-`shard/capture/fingerprint.py` and `code_walk.py` follow the user's code from function to function by these names.
+`shard/capture/fingerprint.py` and `code_walk.py` follow the user's code from function to function by these names;
+`state_guard.py` and `train/state/model_state.py` ask for the names that a function mentions. Answers are kept for the
+process, by code object, class or name of a package.
 """
 
 import dis
