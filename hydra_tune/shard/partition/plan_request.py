@@ -30,6 +30,9 @@ from hydra_tune.task import TrainTask
 class TrialStateLayout:
     """Existing cut of a trial's state: made by the trial's first plan, followed by further plans.
 
+    `TensorGroups` (`train/state/tensor_groups.py`) makes the layout of a trial, and `fusion/compile/batched_plan_cache.py`
+    that of a member of a group.
+
     Attributes:
         plan: the first plan.
         owners: parameter or buffer -> index of the only shard that uses the tensor.
@@ -80,7 +83,11 @@ class ShardPlanRequest:
 
 
 def key_of(request: ShardPlanRequest) -> Hashable | None:
-    """Return a key that is equal for requests with the same plan; None if there is no key."""
+    """Return a key that is equal for requests with the same plan; None if there is no key.
+
+    Raises:
+        TaskError: as of `PythonStateGuard`.
+    """
     task, like = request.task, request.like
     architecture = architecture_key(task, request.model)
     if architecture is None:
