@@ -153,7 +153,11 @@ class SplitOperators:
                 yield parameter.name, first_group, parameter.cut.dim, parameter.pieces[0]
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Restore the model, and the optimizer over the whole parameters, as if nothing had been cut."""
+        """Restore the model, and the optimizer over the whole parameters, as if nothing had been cut.
+
+        Raises:
+            TaskError: the optimizer's states of the pieces are not the state of a single tensor.
+        """
         whole_by_first_piece: dict[int, nn.Parameter] = {}
         later_piece_ids: set[int] = set()
         for parameter in self._parameters:
