@@ -2,6 +2,9 @@
 
 `PlanLibrary` (`plan_cache.py`) makes a request in each call of `prepare` and `foresee`, and
 `train/loop/microbatch_choice.py` makes a request for the key of an earlier choice.
+
+Note: trials of one key share a plan without a further check. So each fact of a trial that decides its plan, or whether the
+plan is right, must enter `key_of`, or each trial must check the fact by itself (`train/loop/plan_cache.py`).
 """
 
 from collections.abc import Hashable
