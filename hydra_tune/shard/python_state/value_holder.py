@@ -4,7 +4,7 @@
 the holder of a file. The guards of `state_guard.py` ask holders for changes, and put values back.
 
 Note: comparison. Plain values are the same if class and representation are, so NaN equals NaN, and 0.0 differs from -0.0.
-Of other objects the identity counts, and not `==` of the user's class.
+Tuples, frozensets and methods are compared by their parts; of all other objects the identity counts.
 """
 
 import array
