@@ -1,8 +1,8 @@
 """The simulator's input: trials, devices and links, as plain numbers.
 
 People import these classes from `hydra_tune.simulate`; for `hydra-tune simulate`, `profile.py` or `workload.py` makes
-the trials and devices before the simulation begins. The classes refuse wrong
-input, and the engine relies on that refusal. The module must not know models, tensors or policies.
+the trials and devices before the simulation begins. The classes refuse wrong input, and the engine relies on the refusals.
+The module must not know models, tensors or policies.
 """
 
 import math

@@ -297,7 +297,7 @@ class PlanLibrary:
         """Predict the cost of a step of such batches without a clock.
 
         A step that can be cut runs only to answer questions of its Python about the batch. A step that cannot be cut runs
-        once, on a copy.
+        on a copy, which measures its memory.
 
         Args:
             task: describes the step, including the number of pieces of a batch.

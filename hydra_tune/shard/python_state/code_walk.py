@@ -242,7 +242,7 @@ class CodeWalk(abc.ABC):
     def _environment(self) -> None:
         if not self.has_environment:
             self.has_environment = True
-            # Not written: other trials may have changed the environment meanwhile. `PythonStateUndo` adds a holder that is.
+            # Not written: other trials may have changed the environment meanwhile. `PythonStateUndo` has one with a writer.
             self._hold(["the environment"], lambda: [hash(frozenset(os.environ.items()))])
 
     def _method(self, method: types.MethodType, label: str, depth: int, library: int) -> None:
