@@ -1,9 +1,9 @@
 """The scheduler on a virtual clock: simulates a sweep on devices that need not exist. Pure Python, no torch.
 
 `simulate` plays a `Scenario` with the very state machine that drives the real pool; the package must not import the
-pool. Read `model` first (the input), then `engine` (the simulation) and `outcome` (the result). `profile` and
-`workload` make inputs, `table` and `plot` show results, `optimal` computes the best schedule, and `recorded` plays a
-real run again.
+pool, torch or numpy. `hydra-tune simulate` (`cli/commands/simulate.py`) and people's programs call `simulate`. Read `model`
+first (the input), then `engine` (the simulation) and `outcome` (the result). `profile` and `workload` make inputs, `table`
+and `plot` show results, `optimal` computes the best schedule, and `recorded` plays a real run again.
 """
 
 from hydra_tune.simulate.engine.lookahead import Lookahead

@@ -1,8 +1,8 @@
 """The simulator's input: trials, devices and links, as plain numbers.
 
 People import these classes from `hydra_tune.simulate`; for `hydra-tune simulate`, `profile.py` or `workload.py` makes
-the trials and devices before the simulation begins. The module knows units of work and bytes, and nothing of models,
-tensors or scheduling.
+the trials and devices before the simulation begins. The classes refuse wrong input, and the engine relies on the refusals.
+The module must not know models, tensors or policies.
 """
 
 import math
@@ -19,7 +19,7 @@ MAX_PARTS = (
 )
 
 PROFILE_FORMAT = 1
-"""Format version of the files that `profile.py` reads."""
+"""Format version of the files that `profile.py` reads and writes, as does `pool/dry_run/simulator_profile.py`."""
 
 
 def check_size(count: int, what: str) -> None:

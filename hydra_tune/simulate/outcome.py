@@ -35,7 +35,7 @@ class DeviceOutcome:
     Args:
         name: name of the device.
         units: shard units run, and steps of bursts.
-        busy_seconds: seconds of compute.
+        busy_seconds: seconds of compute, of units that ended.
         stall_seconds: seconds in which a unit waited for its bytes.
         utilisation: share of the makespan spent computing.
         loads: shards loaded.
@@ -58,7 +58,7 @@ class SimulationResult:
 
     Args:
         policy: the deciding policy.
-        makespan_seconds: from 0 to the end of the last unit.
+        makespan_seconds: from 0 to the end of the last trial.
         bound_seconds: lower bound on the makespan of every schedule, without transfers; None where devices differ or
             have faults.
         utilisation: of all devices together.

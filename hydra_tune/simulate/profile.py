@@ -1,7 +1,7 @@
 """Profiles: trials and devices of a simulation as JSON, written by hand or measured in a real run.
 
 `hydra-tune simulate PROFILE` (`cli/commands/simulate.py`) calls `read_profile` before the simulation, and people call
-`recorded_profile` after a recorded run.
+`recorded_profile` after a recorded run. `pool/dry_run/simulator_profile.py` writes the same format from a forecast.
 """
 
 import json
@@ -211,7 +211,7 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
         prefetched any.
 
     Raises:
-        ConfigError: nothing ran, or the run had not ended.
+        ConfigError: nothing ran, the run had not ended, or several devices worked for one job at once.
     """
     scripts = scripts_of(recording).scripts
     ran = {job: script for job, script in scripts.items() if script.parts}

@@ -1,7 +1,7 @@
 """Prints a simulation's figures as a table.
 
-`hydra-tune simulate` (`cli/commands/simulate.py`) calls `print_result` or `print_replay` at the end, unless `--json` is
-given.
+`hydra-tune simulate` (`cli/commands/simulate.py`) calls `print_result` at the end, or `print_replay` with `--replay`, unless
+`--json` is given.
 """
 
 from rich.console import Console

@@ -1,7 +1,7 @@
 """Random workloads: trials and devices from a few numbers, reproducible by a seed.
 
-`hydra-tune simulate` (`cli/commands/simulate.py`) makes a `RandomWorkload` before the simulation, if no PROFILE is
-given.
+`hydra-tune simulate` (`cli/commands/simulate.py`) makes a `RandomWorkload` before the simulation, if neither PROFILE nor
+`--replay` is given, and prunes the trials by `stop_early` (`--survival`). The same seed gives the same trials.
 """
 
 import math

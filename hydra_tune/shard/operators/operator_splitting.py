@@ -3,7 +3,8 @@
 `Trial` (`train/trial.py`) and `train_plain` (`train/loop/reference_loop.py`) split the operators between building the
 model and building the optimizer, so that both train the same pieces. The model and its parameter groups are made while
 the model is whole, so the model draws the same numbers and keeps its own names. Then the pieces replace the whole
-parameters, in the modules and in the groups.
+parameters, in the modules and in the groups. Both check the optimizer (`SplitOperators.check`) before the first step, and
+restore the model at the end.
 
 Example: `split_operators={"head": 4}` turns the weight of `head`, of shape `(vocabulary, width)`, into four parameters
 of about `(vocabulary / 4, width)` each, which may lie in different shards.
@@ -153,7 +154,11 @@ class SplitOperators:
                 yield parameter.name, first_group, parameter.cut.dim, parameter.pieces[0]
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Restore the model, and the optimizer over the whole parameters, as if nothing had been cut."""
+        """Restore the model, and the optimizer over the whole parameters, as if nothing had been cut.
+
+        Raises:
+            TaskError: the optimizer's states of the pieces are not the state of a single tensor.
+        """
         whole_by_first_piece: dict[int, nn.Parameter] = {}
         later_piece_ids: set[int] = set()
         for parameter in self._parameters:

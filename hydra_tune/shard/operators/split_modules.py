@@ -4,10 +4,10 @@ The classes replace an operator that is too large for a device: the captured gra
 module changes its class and its parameters but stays the same object, so all references stay valid. `split_operators`
 (`operator_splitting.py`) cuts the weights before the optimizer is built, and refuses unsuitable modules.
 
-Note: exactness. An element of a weight meets the same numbers in the same order as in the whole weight, so its gradient
-is the same. An output element is the same in exact arithmetic; a matrix product rounds according to its kernel, which
-depends on the shape. The gradient of a Linear's input is a sum over the pieces and rounds differently from a single
-product. See docs/explanation/exactness.md.
+Note: exactness. An element of a weight meets the same numbers as in the whole weight, so in exact arithmetic the gradients and
+the outputs are the same. An embedding in columns only looks up and adds, and keeps the bits. A matrix product rounds
+according to its kernel, which depends on the shape. The gradient of a Linear's input is a sum over the pieces and rounds
+differently from a single product. See docs/explanation/exactness.md.
 
 Source: Harmony (Li et al., 2021), section 3, whose Task Decomposer splits operations for several devices. Differs: the
 pieces are fixed by the task, so that the trained parameters do not depend on the devices.

@@ -1,7 +1,8 @@
 """`ShardPlanConstraints`: the constraints of plans.
 
-`budget_of` (`pool/runtime/cut_budget.py`) makes the constraints when a pool opens, and `ShardPartitionPlanner`
-(`partition_planner.py`) follows the constraints in each cut.
+`budget_of` (`pool/runtime/cut_budget.py`) makes the constraints when a pool opens. `ShardPartitionPlanner`
+(`partition_planner.py`) follows the constraints in each cut, and `shard/execute/eager_plan.py` asks them whether the user's
+own code fits.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ class ShardPlanConstraints:
         has_link: whether copies take time of their own, beside computation: to a GPU, or over a simulated link.
         link: speed of the devices' copies, if comparable with seconds measured on the host.
         checks_sample: whether a plan may be checked by numbers (`shard/verify/value_numbering.py`), or with a few samples
-            of its batch (`shard/verify/sample_check.py`).
+            of its batch (`shard/verify/sample_check.py`), as in a pool without CPU devices.
         counts_draws: whether a batch draws the same number of random numbers on each device, so that later batches can
             draw first.
         uses_foreach: whether some device's updates take the temporaries of `foreach` operators by default (see

@@ -1,7 +1,8 @@
 """Rules of a task for gradients, as far as the rules decide the bytes of units.
 
 The pilots (`shard/cost/pilot.py`, `shard/cost/eager_pilot.py`) measure units by these rules before a plan exists, and
-`key_of` (`plan_request.py`) puts the rules into the key of a training plan.
+`key_of` (`plan_request.py`) puts the rules into the key of a training plan. Each option of a task that changes the bytes of
+gradients must enter the rules, because trials of equal rules share plans.
 """
 
 from dataclasses import dataclass

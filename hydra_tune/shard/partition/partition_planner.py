@@ -1,7 +1,8 @@
 """`ShardPartitionPlanner`: finds the start and end of a step's shards, for a budget and a place of the updates.
 
 `PlanLibrary` (`plan_cache.py`) asks the planner for the cuts of a plan once a step has been captured and analysed, and
-`shard/cost/step_estimate.py` for the cuts of a prediction.
+`shard/cost/step_estimate.py` for the cuts of a prediction. The planner runs no step of the model; for
+`optimizer_placement="auto"` it times steps of the optimizer on stand-ins, inside the capture gate.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,8 @@ The algorithm is greedy: a shard takes as many nodes as fit the device beside th
 decides for all devices. Differs from the paper: a candidate is measured on fake tensors instead of run until failure;
 among the last cuts that fit, the cut with the fewest crossing bytes is taken, because crossing bytes travel twice per
 step; and a model that fits whole becomes a single shard without a buffer. `ShardPartitionPlanner`
-(`partition_planner.py`) runs the algorithm on each captured step, once for each tried size of the buffer.
+(`partition_planner.py`) runs the algorithm on each captured step, once for each tried place of the updates and size of the
+buffer. The module must not choose the buffer, and cuts only at positions that `GraphAnalysis` allows.
 
 Note: candidates. A bisection from the middle of the remaining nodes would ask mostly about candidates that are far too
 large and therefore slow to measure. `_CandidatePilot` measures candidates from the shortest on, and stops at the first
@@ -26,7 +27,7 @@ from hydra_tune.shard.operators.split_modules import ColumnSplitEmbedding, RowSp
 
 NumShards = int | Literal["layer", "tuned"] | None
 
-_BACK_OFF = 0.6  # a cheaper cut may give up to this share of the nodes that would fit
+_BACK_OFF = 0.6  # a cheaper cut keeps at least this share of the nodes that would fit
 _NEAR = 12  # positions to each side among which a cut must have the fewest crossing bytes to be preferred
 _WHOLE = {"torch.nn.modules.linear.Linear", "torch.nn.modules.sparse.Embedding"}
 _CUT = {f"{kind.__module__}.{kind.__qualname__}" for kind in (SplitLinear, ColumnSplitEmbedding, RowSplitEmbedding)}
@@ -84,7 +85,7 @@ class ShardPartitioner:
         """Return the positions where shards start and end: `[0, ..., num_nodes]`.
 
         Args:
-            num_shards: None for as few shards as fit; a number for as many shards, or more if the shards do not fit;
+            num_shards: None for shards as large as fit; a number for as many shards, or more if the shards do not fit;
                 "layer" for a shard per layer, with a cut wherever the module changes; "tuned" as None, as a start for
                 `choose_packing`.
             boundaries: positions of mandatory cuts, e.g. the cuts of another capture of the same model.
@@ -130,7 +131,7 @@ class ShardPartitioner:
         return high
 
     def least_budget(self, num_shards: NumShards, peak_bytes: int) -> int:
-        """Return the result of `smallest_budget` for a step already cut, in less time.
+        """Return about the result of `smallest_budget`, without boundaries, for a step already cut, in less time.
 
         Args:
             num_shards: `num_shards` of the existing cut.
@@ -247,9 +248,10 @@ class ShardPartitioner:
         return -(-peak_bytes * self._budget // self._capacity) + 1
 
     def _least_room(self) -> int:
-        """Lower bound for the needs of the largest shard of any cut: each piece between two cuts is part of some shard.
+        """Likely lower bound for the needs of the largest shard of any cut: each piece between two cuts is part of a shard.
 
-        A piece may need less together with its neighbours, so the least of the candidates around the piece counts.
+        A piece may need less together with its neighbours, so the least of the candidates around the piece counts, up to
+        `_AROUND` pieces away.
         """
         edges = [0, *self._analysis.cuts, self._end]
         pieces = [(self._cost(first, last), index) for index, (first, last) in enumerate(pairwise(edges))]

@@ -1,7 +1,8 @@
 """A plan: a captured step cut into shards, with the needs of each unit and the lifetime of each value.
 
-Plans hold no tensor of any trial, so all trials of an architecture share a plan. Names of values are the graph's node
-names. `PlanLibrary` (`plan_cache.py`) has a plan built when a trial meets a new kind of batch; `BatchUnits`
+A plan of a graph holds no tensor of any trial, so all trials of an architecture share the plan; nobody may change a plan. An
+eager plan (`shard/execute/eager_plan.py`) holds the module of its trial, and is of this trial alone. Names of values are the
+graph's node names. `PlanLibrary` (`plan_cache.py`) has a plan built when a trial meets a new kind of batch; `BatchUnits`
 (`train/loop/batch_units.py`) makes the units of each batch by the plan, and `pool/dry_run/report.py` reports the plan
 for `HydraExecutor.plan`.
 """
@@ -74,8 +75,8 @@ class ShardPlan:
         eager: whether the only shard runs the user's own code instead of a graph.
         computing: runner of the shards.
         why_eager: reason for running without a graph, in a line; "" with a graph.
-        one_shard_bytes: most bytes that the step needs on a device as a single shard; 0: not counted, as for own code and
-            for further kinds of batches.
+        one_shard_bytes: most bytes that the step needs on a device as a single shard; 0: not counted, as for own code, for
+            evaluations and for further kinds of batches.
     """
 
     mode: str
@@ -130,8 +131,8 @@ class ShardPlan:
     def may_be_pipelined(self) -> bool:
         """Whether several batches of a step may run at once if each shard's units run in the order of the batches.
 
-        The order holds in a pipeline, and also if all batches go through a shard before the next shard is loaded. A
-        forward may then overwrite buffers (BatchNorm), unless another shard uses the buffers.
+        False for a single shard. The order holds in a pipeline, and also if all batches go through a shard before the next
+        shard is loaded. A forward may then overwrite buffers (BatchNorm), unless another shard uses the buffers.
         """
         if not self._may_wait or len(self.shards) == 1:
             return False

@@ -1,11 +1,18 @@
-"""The library of plans: captures, cuts, pilots and verifies each architecture once, on behalf of the first trial that asks.
+"""The library of plans: captures, cuts, pilots and verifies each kind of step once, on behalf of the first trial that asks.
 
 A library serves a single pool, because the devices of the pool decide the budget of every cut. A thousand trials that
-differ only in learning rate therefore pay for a single capture.
+differ only in learning rate pay for a single capture.
 
 A trial (`train/loop/plan_cache.py`) asks for a plan when a new kind of batch comes; so do fused groups
-(`fusion/compile/batched_plan_cache.py`) and the trials of a dry run (`pool/dry_run/report.py`). The module must not
-know the course of a trial, the schedule, or the places of blocks.
+(`fusion/compile/batched_plan_cache.py`) and, with the library of `for_plans`, the trials of a dry run
+(`pool/dry_run/report.py`). `train/loop/microbatch_choice.py` asks `foresee` for the number of pieces of a batch. The module
+must not know the course of a trial, the schedule, or the places of blocks.
+
+Note: locks and streams. One lock serves all threads of a pool, and is held during a capture and a check. A thread leaves
+the capture gate before the thread waits for the lock. The random streams of the calling thread are as before afterwards.
+
+Note: only plans of graphs are shared. A plan that runs whole is made for its trial, because the plan holds the trial's
+module; of such a step the library keeps the reason.
 """
 
 import functools
@@ -76,9 +83,10 @@ class PreparedPlan:
 
     Attributes:
         plan: the step cut into shards.
-        seconds: seconds of each unit; None for an eager plan, which was not run in units.
+        seconds: seconds of each unit, measured or estimated; None for an eager plan, which was not run in units.
         guard: questions of the step's Python about the batch's values; None if there are none.
-        smallest_budget: finds the smallest device memory in bytes that still allows a cut, to a per mille.
+        smallest_budget: finds the smallest device memory in bytes that still allows a cut, to a per mille; for an eager
+            plan, the bytes that the plan needs.
         effects: what the eager step does and the plan does not.
         is_checked: whether the plan's numbers were compared with the eager step; otherwise `seconds` are estimates.
         why: reason for the cut, if there was a choice; else None.
@@ -132,7 +140,7 @@ class _ShardPlanCache:
 
 
 class PlanLibrary:
-    """Plans by architecture, mode and batch signature.
+    """Plans by the keys of `key_of`: architecture, mode, batch signature, and in training the optimizer's kind.
 
     Args:
         budget: budget of the cuts.
@@ -197,8 +205,11 @@ class PlanLibrary:
 
         Raises:
             BudgetError: a part that cannot be cut further does not fit.
+            CaptureError: the model cannot be copied.
+            ConfigError: a model without bytes cannot be captured.
             TaskError, MetricError: the step is wrong.
-            NumberInputError: a step cannot be captured with the inputs of a `NumberedBatch`.
+            NumberInputError: a step cannot be captured with the inputs of a `NumberedBatch`, or its plan was found wrong
+                for other numbers.
         """
         leaves = batches.flatten(batch)
         request = ShardPlanRequest(
@@ -283,7 +294,10 @@ class PlanLibrary:
     def foresee(
         self, task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
     ) -> StepCostEstimate | None:
-        """Predict the cost of a step of such batches without a clock, and without running a step that can be cut.
+        """Predict the cost of a step of such batches without a clock.
+
+        A step that can be cut runs only to answer questions of its Python about the batch. A step that cannot be cut runs
+        on a copy, which measures its memory.
 
         Args:
             task: describes the step, including the number of pieces of a batch.

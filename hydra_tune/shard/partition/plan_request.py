@@ -2,6 +2,9 @@
 
 `PlanLibrary` (`plan_cache.py`) makes a request in each call of `prepare` and `foresee`, and
 `train/loop/microbatch_choice.py` makes a request for the key of an earlier choice.
+
+Note: trials of one key share a plan without a further check. So each fact of a trial that decides its plan, or whether the
+plan is right, must enter `key_of`, or each trial must check the fact by itself (`train/loop/plan_cache.py`).
 """
 
 from collections.abc import Hashable
@@ -29,6 +32,9 @@ from hydra_tune.task import TrainTask
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialStateLayout:
     """Existing cut of a trial's state: made by the trial's first plan, followed by further plans.
+
+    `TensorGroups` (`train/state/tensor_groups.py`) makes the layout of a trial, and `fusion/compile/batched_plan_cache.py`
+    that of a member of a group.
 
     Attributes:
         plan: the first plan.
@@ -80,7 +86,11 @@ class ShardPlanRequest:
 
 
 def key_of(request: ShardPlanRequest) -> Hashable | None:
-    """Return a key that is equal for requests with the same plan; None if there is no key."""
+    """Return a key that is equal for requests with the same plan; None if there is no key.
+
+    Raises:
+        TaskError: as of `PythonStateGuard`.
+    """
     task, like = request.task, request.like
     architecture = architecture_key(task, request.model)
     if architecture is None:

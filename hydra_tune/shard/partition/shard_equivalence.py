@@ -3,7 +3,8 @@
 The layers of a deep model are alike, and so are candidates with the same start and end within different layers. A key
 holds everything that decides a unit's bytes: operators and constants in order, the users of each value, the geometry of
 values from outside, common storages among such values, gradients, overwrites, and uses by later shards. `ShardPilot`
-(`shard/cost/pilot.py`) looks up the key of each candidate before running the candidate.
+(`shard/cost/pilot.py`) looks up the key of each candidate before running the candidate. A new property that decides bytes
+must enter the key, or a candidate gets the bytes of another.
 """
 
 import operator

@@ -4,8 +4,8 @@ HYDRA's rule packs as many nodes into a shard as fit the device. But the larger 
 from blocks that could have stayed on the device until their next use. The module therefore packs shards of a series of
 smaller sizes as well, simulates a step of each cut (`shard/cost/traffic_model.py`), and takes the cut that moves the
 fewest bytes. If `num_shards="tuned"`, `ShardPartitionPlanner` (`partition_planner.py`) calls `choose_packing` after
-cutting a training step into the largest shards. By default the planner calls `beside_copies` instead, if copies cross a
-link.
+cutting the first training step of a trial into the largest shards. By default the planner calls `beside_copies` instead, if
+copies cross a link.
 
 The choice uses only the pilot's knowledge and no clock, so the same task on the same budget is always cut in the same
 places. The time of a step is another matter. More shards mean more units and a smaller last shard, the only shard whose
@@ -27,7 +27,7 @@ from hydra_tune.shard.cost.pilot import ShardCost
 from hydra_tune.shard.cost.traffic_model import StepAccessPattern, step_traffic
 
 CHOICES = logging.getLogger(__name__)
-"""Receives each choice, at the level INFO."""
+"""Receives each choice of how a step is cut or run, at the level INFO, also from `plan_cache.py` and from trials (`train/`)."""
 
 _NEXT_SIZE = 0.8  # factor from the largest shard of a cut to the shards of the next cut
 _MOST_CUTS = 8  # limit of cuts to try: the shards of each cut must be measured

@@ -3,7 +3,11 @@
 The inputs of a shard are all values used but not made by the shard: state, constants, batch tensors, and values of
 earlier shards. Skips, masks and encoder states need no special treatment. The outputs are the values used by later
 shards or by the step's result. `build_plan` (`plan.py`) cuts the shards of a plan with `cut_shard`, and the pilot
-(`shard/cost/pilot.py`) cuts each candidate shard before measuring the candidate.
+(`shard/cost/pilot.py`) cuts each candidate shard that the pilot measures. `fusion/compile/torch_compile.py` compiles the
+graphs of groups with `compiled`.
+
+Note: bits. A shard's nodes are copies in the captured order, so its operators run as in the captured graph. Nothing here
+may merge, reorder or replace operators.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,6 +2,10 @@
 
 `PlanLibrary` (`plan_cache.py`) makes a plan of what is captured. A copy is run, because the trial's own steps are still to
 come; what the step changes in Python is put back.
+
+Note: order. `GATE.exclusive` is entered first, then the guard of the Python state, so that nobody else changes the state
+before the guard has put the state back. A capture runs the forward alone; code of the user's in a backward first runs in the
+check (`shard/verify/plan_check.py`).
 """
 
 import copy
@@ -33,6 +37,9 @@ def twin_of(model: nn.Module, mode: str | None = None, *, has_values: bool = Tru
     """Return a copy of a model, in the mode of a step if given; without `has_values`, trained parameters are not copied.
 
     Frozen parameters in a shared file are not copied either: the copy shows the file once more.
+
+    Raises:
+        CaptureError: the model cannot be copied.
     """
     # Tensors that code has computed, as the weight of `torch.nn.utils.weight_norm`, have no copy in torch.
     computed = [value for part in model.modules() for value in vars(part).values() if isinstance(value, Tensor)]

@@ -1,4 +1,8 @@
-"""`NotedCache`: the results that a function keeps in a cache, which a step that was only tried must not leave there."""
+"""`NotedCache`: the results that a function keeps in a cache, which a step that was only tried must not leave there.
+
+`ReachableValues` (`reachable_values.py`) makes a `NotedCache` of each cached function whose results are plain values or
+tensors. In `state_guard.py`, `PythonStateUndo` calls `undo`, and the other guards call `restore`.
+"""
 
 import gc
 from typing import Any
@@ -24,7 +28,7 @@ class NotedCache:
         self._tables = [(table, dict(table)) for table in _tables_of(wrapper)]
 
     def restore(self) -> None:
-        """Forget results computed since; of a limited cache, whose results cannot be read, all results."""
+        """Forget results computed since, also by others; of a limited cache, whose results cannot be read, all results."""
         if self._wrapper.cache_info().misses == self._misses:
             return
         self._wrapper.cache_clear()

@@ -1,6 +1,9 @@
 """Names that a function's code can read or write, and whether code belongs to an installed package.
 
-`shard/capture/fingerprint.py` and `code_walk.py` follow the user's code from function to function by these names.
+`shard/capture/fingerprint.py` and `code_walk.py` follow the user's code from function to function by these names;
+`state_guard.py` and `train/state/model_state.py` ask for the names that a function mentions. Answers are kept for the
+process, by code object, class or name of a package, so an answer must not depend on anything that changes. The code of a
+user is only read, never run.
 """
 
 import dis

@@ -1,8 +1,8 @@
 """`CodeWalk`: the part of a walk that follows functions, classes and attributes by the names in their code.
 
 `ReachableValues` (`reachable_values.py`) adds the values of all other kinds. The walk follows no code of an installed
-package. Of an object it notes the attributes that the walked code names; of an object of an installed package, all
-attributes.
+package. Of an object of the user's, the walk notes the attributes that the walked code names; of an object of an installed
+package, all attributes, unless `_NOT_FOLLOWED` has the package.
 """
 
 import abc
@@ -60,8 +60,9 @@ class CodeWalk(abc.ABC):
 
     Attributes:
         holders: the places found.
-        self_references: variables of functions that are the model, a part of the model, or one of its tensors, in words.
-        names, stored, makes_up_names: as the arguments, for the code found by this walk.
+        self_references: places outside of the model that hold the model or a part of the model, and variables of functions
+            that hold one of the model's tensors, in words.
+        names, stored, makes_up_names: the arguments `names`, `stored` and `takes_all`, with what this walk adds.
         loaded: attributes that the code reads.
         asks_types: whether the code may ask for the class of a value by `type(it)`.
         has_environment: whether the code may read or set variables of the environment.
@@ -241,7 +242,7 @@ class CodeWalk(abc.ABC):
     def _environment(self) -> None:
         if not self.has_environment:
             self.has_environment = True
-            # Not written: other trials may have changed the environment meanwhile.
+            # Not written: other trials may have changed the environment meanwhile. `PythonStateUndo` has one with a writer.
             self._hold(["the environment"], lambda: [hash(frozenset(os.environ.items()))])
 
     def _method(self, method: types.MethodType, label: str, depth: int, library: int) -> None:

@@ -1,7 +1,8 @@
 """Makes numbers that a step reads from its Python state inputs of the captured graph.
 
 A graph bakes numbers in: an annealed weight that changes at each step would need a capture at each step. Once such a
-number has changed, `TrialPlanCache` (`train/loop/plan_cache.py`) names its place, and the next capture puts a
+number has changed, `TrialPlanCache` (`train/loop/plan_cache.py`), or for a group `GroupTrial`
+(`fusion/group/group_trial.py`), names its place, and the next capture (`shard/capture/step_capture.py`) puts a
 `TracedNumber` there. The step's Python computes with the traced number as with the number itself. Where the result
 meets a tensor, the result becomes an input of the graph; each later step computes the inputs anew, in Python, from the
 numbers of that moment (`NumberInputs`).

@@ -1,10 +1,14 @@
 """`ReachableValues`: walks from functions and from a model through the Python values that their code may read.
 
-The walk follows the user's functions, classes and modules, and no installed package. Of an object it notes the attributes
-that the walked code names; of a module or a configuration of an installed package, all attributes. Each place that can
-hold another value later becomes a `ValueHolder`. `CodeWalk` (`code_walk.py`) follows code and attributes, and this module
-values by their kind. `walked` walks until no further code comes in; `PythonStateGuard`, `PythonStateUndo` and `reached`
-(`state_guard.py`) use the result. The module knows nothing of tasks.
+The walk follows the user's functions, classes and modules, and no code of an installed package. Of an object of the
+user's, the walk notes the attributes that the walked code names; of an `nn.Module`, and of most objects of installed
+packages, all attributes. Each place that can hold another value later becomes a `ValueHolder`. `CodeWalk` (`code_walk.py`)
+follows code and attributes, and this module values by their kind. `walked` walks until no further code comes in. All
+guards and checks of `state_guard.py` use the result, and so does `shard/capture/own_functions.py`. The module must not
+know tasks.
+
+Note: objects may do anything where code looks at them, and other threads may change them meanwhile. Where a look raises,
+a strict walk refuses the step (`CaptureError`), and a lenient walk passes over the value.
 
 Example: for `lambda module, batch: loss(module(batch)) * settings.weight`, the holders are the function's variable
 `settings`, the attribute `weight` of the object there, and each part of the model.
@@ -70,12 +74,15 @@ _MAX_ITEMS = 4096  # of a container with objects that have to be followed
 _MAX_HOLDERS = 20_000
 _MAX_LIBRARY_DEPTH = 3  # below an object of an installed package
 _MAX_ARRAY_BYTES = 4 << 20
-_MAX_COMPARED_BYTES = 1 << 20  # of all tensors whose contents are compared; of others the version counts
+_MAX_COMPARED_BYTES = 1 << 20  # of all tensors whose contents are compared; of others, version and address count
 _MAX_PICKLED_BYTES = 64 << 10
 _SCHEDULE_METHODS = frozenset({"step", "get_lr", "state_dict", "load_state_dict"})
 """Methods of a scheduler that read more of its attributes, or set them."""
 _OF_PROCESS = random.random.__self__  # type: ignore[attr-defined]
-"""The stream of the process, which all trials and threads draw from. `plan_check.py` refuses a step that draws from it."""
+"""The object behind the functions of `random`; for a trial's thread, the trial's stream (`train/rng/own_python.py`).
+
+`plan_check.py` refuses a step that draws from the object.
+"""
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
     "_global_forward_hooks",
@@ -98,8 +105,9 @@ class ReachableValues(CodeWalk):
         skips_large: whether to pass over large tensors and arrays, which are samples and no counters.
 
     Attributes:
-        caches: functions with a cache of results without state.
-        iterators: iterators that a lenient walk has passed over, in words.
+        caches: functions with a cache whose results are plain values or tensors.
+        iterators: values that a lenient walk has passed over, and that nobody can put back, in words: iterators,
+            connections, files without a position, and objects of extension modules.
         aliases: tensors and arrays outside of the model that share the memory of its parameters or buffers, in words.
         seen: the values found, by identity; kept alive, because identities of freed objects are given again.
 
@@ -158,6 +166,10 @@ class ReachableValues(CodeWalk):
             label: the value in words.
             depth: number of values on the way here.
             library: number of objects of installed packages on the way here, in a row.
+
+        Raises:
+            CaptureError: a strict walk cannot follow or compare a value.
+            TaskError: a strict walk meets an iterator, or a value of a thread.
         """
         if id(value) in self._parts and not self._is_in_model:
             self.self_references.append(label)
@@ -555,7 +567,8 @@ def walked(
 ) -> ReachableValues:
     """Walk from some functions, and from a model, through all values that their code may read.
 
-    Arguments are as of `ReachableValues`; without a model, large tensors are passed over by default.
+    Arguments are as of `ReachableValues`; `roots` are functions and data by name. Without a model, the walk passes over large
+    tensors and arrays by default.
     """
     names: frozenset[str] = frozenset()
     stored: frozenset[str] = frozenset()

@@ -6,13 +6,21 @@ and from the model through everything that their code can name (`reachable_value
 value that differs; a plan that was made before the change serves no more. `restore` puts values back after a step that
 was only tried.
 
-`PlanLibrary` (`shard/partition/plan_cache.py`) sets a guard around each capture, and `shard/verify/plan_check.py` around
-the first eager step. `train/loop/plan_cache.py` and `fusion/group/member.py` ask a guard before a plan serves again.
+`shard/partition/trial_step.py` sets a guard around each capture, and `shard/verify/plan_check.py` around each check of a
+plan. `train/loop/plan_cache.py` and `fusion/group/member.py` ask a guard before a plan serves again. `PythonStateUndo` undoes
+forecasts (`pool/pool.py`) and timings (`fusion/matching/group_timing.py`); `TaskStateGuard` lets a trial begin again
+(`train/trial.py`, `pool/checkpointing/writer.py`).
 
-Note: files are not reached by a walk. A capture notes those that the step reads (`opened_files.py`), and `watch` adds them.
+Note: files are not reached by a walk. A capture notes the files that the step reads (`opened_files.py`), and `watch` adds
+their holders.
 
-Note: what no guard sees. Code can read clocks, and the inside of objects of extension modules. The check of a new plan
-runs the step twice, and refuses a step that gives other numbers the second time.
+Note: other trials. `PythonStateGuard.restore` puts back all values, so the caller keeps other trials away meanwhile: by
+`GATE.exclusive`, or by `undisturbed` (`shard/verify/process_state.py`). `PythonStateUndo.undo` and `TaskStateGuard.restore`
+run beside other trials, and leave objects that other trials reach.
+
+Note: what no guard sees. Code can read clocks and variables of installed packages. Of an object of an extension module,
+only its bytes or its pickled form count. The check of a new plan runs the step twice, and refuses a step that gives other
+numbers the second time.
 """
 
 import hashlib
@@ -59,7 +67,7 @@ class PythonStateGuard:
         asks_types: whether the step's code may ask for the class of a value by `type(it)`.
 
     Raises:
-        CaptureError: the step may read more values than can be followed.
+        CaptureError: the step may read more values than can be followed, or a value that cannot be compared.
         TaskError: the step may draw from an iterator, which can be neither compared nor put back, reads a value of a thread,
             or holds another name for the memory of a parameter.
     """
@@ -171,10 +179,10 @@ class PythonStateGuard:
         return set().union(*(holder.kept() for holder in self._holders))
 
     def restore(self, *, only_tensors: bool = False) -> None:
-        """Put the noted values back where values have changed.
+        """Put the noted values back where values have changed and can be written, and forget results computed since.
 
         Args:
-            only_tensors: put back only the contents of tensors.
+            only_tensors: put back only the contents of tensors; keep results.
         """
         holders = [holder for holder in self._holders if holder.is_tensor or not only_tensors]
         changed = [holder for holder in holders if holder.change() is not None]
@@ -200,8 +208,8 @@ def _write_at(holder: ValueHolder, index: int, value: object) -> None:
 class PythonStateUndo:
     """Notes what functions and data keep in Python, so that the changes by a trial run of them can be undone.
 
-    Such state is a counter of a dataset, sampler or collate function, or a variable of a callable. Large containers are not
-    followed, and of large tensors and arrays only a change is noted.
+    Such state is a counter of a dataset, sampler or collate function, or a variable of a callable. The items of large
+    containers are not followed, and of large tensors and arrays only a change is noted.
 
     Args:
         handles: functions and data, by the names of their arguments.
@@ -307,7 +315,8 @@ class PythonStateUndo:
 class TaskStateGuard:
     """Notes what a task's functions and data keep in Python, so that its trial can begin again from this moment.
 
-    Of large tensors and arrays only a change is noted; what cannot be followed, and arrays over 4 MiB, are passed over.
+    Of large tensors and arrays only a change is noted, of arrays over 4 MiB by a sample of their elements. Values that cannot
+    be followed, and large arrays in mapped files, are passed over.
 
     Args:
         task: the task of the trial.

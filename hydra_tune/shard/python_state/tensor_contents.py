@@ -29,7 +29,10 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def writers_of(tensor: Tensor) -> tuple[Callable[[Values], None], Callable[[], Undo] | None]:
-    """Return what puts the present contents and gradient back, as `write` and `undo` of a `ValueHolder`."""
+    """Return what puts the present contents and gradient back, as `write` and `undo` of a `ValueHolder`.
+
+    Of a tensor above `_MAX_KEPT_BYTES`, `write` puts back only which tensor is the gradient, and there is no `undo`.
+    """
     gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
     is_small = tensor.nbytes <= _MAX_KEPT_BYTES
     before = tensor.detach().clone() if is_small else None

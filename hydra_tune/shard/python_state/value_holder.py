@@ -1,4 +1,11 @@
-"""`ValueHolder`: a place that can hold other Python values later, how the values are compared, and how they are put back."""
+"""`ValueHolder`: a place that can hold other Python values later, how the values are compared, and how they are put back.
+
+`ReachableValues` (`reachable_values.py`) makes a holder for each place of a walk, and `FileHolder` (`opened_files.py`) is
+the holder of a file. The guards of `state_guard.py` ask holders for changes, and put values back.
+
+Note: comparison. Plain values are the same if class and representation are, so NaN equals NaN, and 0.0 differs from -0.0.
+Tuples, frozensets and methods are compared by their parts; of all other objects the identity counts.
+"""
 
 import array
 import collections
@@ -59,7 +66,8 @@ class ValueHolder:
             library's model writes into its configuration once.
         is_of_threads: whether threads wait for the values, so that they must not be put back while a trial begins again.
         is_mapping: whether the values are the keys of a mapping, and then its values.
-        owner: identity of the container, array or tensor, which several trials may share; 0 for other places.
+        owner: identity of the object, container, array, tensor or generator, which several trials may share; 0 for other
+            places.
         undo: as the method, for a place whose values do not show its contents.
 
     Attributes:
@@ -439,7 +447,7 @@ def write_slots(owner: object, names: Sequence[str], values: Values) -> None:
 def write_function(
     cells: Sequence[types.CellType], space: dict[str, Any], names: Sequence[str], values: Values
 ) -> None:
-    """Put variables and globals of a function back."""
+    """Put variables and globals of a function back; its code and its defaults stay."""
     for cell, value in zip(cells, values, strict=False):
         if value is MISSING:
             with contextlib.suppress(ValueError):  # empty still

@@ -2,5 +2,5 @@
 
 The package must not change a plan. Read `plan_check` and `step_outcome` first, then `value_numbering` (a step without
 arithmetic), `sample_check` (a step of a few samples), `separable_optimizers` and `elementwise_optimizers`.
-`process_state` restores the state of the process after trials of code on copies.
+`process_state` restores random streams and the number of threads after trials of code on copies.
 """

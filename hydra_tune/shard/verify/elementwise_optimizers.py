@@ -1,8 +1,9 @@
 """Checks whether an optimizer trains a tensor in pieces like the whole, that is, updates each element by itself.
 
 The check steps small stand-ins instead of recognizing optimizers by name, like `separable_optimizers.py`, so that the
-check works for a user's class. `SplitOperators` (`shard/operators/operator_splitting.py`) checks an optimizer just
-built for a model with split operators, and joins the states of the pieces at the end.
+check works for a user's class; the trial's optimizer is never stepped. `SplitOperators`
+(`shard/operators/operator_splitting.py`) checks an optimizer just built for a model with split operators, and joins the
+states of the pieces at the end.
 """
 
 from collections.abc import Mapping, Sequence

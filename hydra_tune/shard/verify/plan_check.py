@@ -2,10 +2,14 @@
 
 An export bakes Python in: a counter, a branch on a random number, a custom autograd function, or code that asks whether
 gradients are on would give wrong numbers without an error. The first batch therefore runs on the host from the same
-state, twice eagerly and once as the plan's units. Losses, gradients, buffers and the generator must agree. The eager
-run must not have changed anything outside the reach of a graph (plain attributes, the `random` and numpy generators).
-The run of the units also gives their first times. `PlanLibrary` (`shard/partition/plan_cache.py`) calls `verify` before
-handing out a captured plan; only planning without training leaves out the check, if a step is too large.
+state, twice eagerly and once as the units of each plan to check. Losses, gradients, buffers and the generator must agree.
+The first eager run must not change anything outside the reach of a graph (plain attributes, the `random` and numpy
+generators). The run of the units also gives their first times. `PlanLibrary` (`shard/partition/plan_cache.py`) calls
+`verify` before handing out a captured plan; only planning without training leaves out the check, if a step is too large.
+`PlanLibrary.check_again` calls `verify` for a later batch of a trial.
+
+Note: the check runs inside `undisturbed` (`process_state.py`), on a copy of the model, whose buffers are rewound before each
+run. `verify` puts back the thread's torch stream and the contents of tensors; the caller puts back the other streams.
 """
 
 import random
@@ -67,7 +71,9 @@ def verify(
         differ from the eager step.
 
     Raises:
-        CaptureError: the plan's numbers differ from the eager step; the message names the difference.
+        CaptureError: the plan's numbers differ from the eager step, or the eager step changes Python state; the message names
+            the difference.
+        TaskError: a gradient is sparse, or as of `PythonStateGuard`.
         ValuesNeededError: `numbering` cannot compare this step.
     """
     buffers = {name: tensor.detach().clone() for name, tensor in twin.named_buffers()}
@@ -107,7 +113,7 @@ def verify(
         return found
     finally:
         torch.set_rng_state(random_state)
-        # The capture has put back all that Python code changes; but it runs in-place operators on stand-ins. Tensors
+        # The capture has put back what the forward's Python changes; but it runs in-place operators on stand-ins. Tensors
         # without values, which a step may have left in an object, must not stay there.
         state.restore(only_tensors=numbering is None)
 

@@ -1,7 +1,8 @@
 """Checks a step of a few samples in place of a step of many samples that would take the host too long.
 
 If a pool has no CPU device, `PlanLibrary` (`shard/partition/plan_cache.py`) checks a new plan with a sample where numbers
-(`value_numbering.py`) do not suffice, and with the whole batch only where no sample serves.
+(`value_numbering.py`) do not suffice, and with the whole batch only where no sample serves. Pools with a CPU device never use
+a sample.
 
 Note: why a sample is enough. A plan is checked against the eager step because a capture bakes in the actions of Python,
 and baked-in actions show in the graph. The step is therefore captured once more, with the first few samples of the

@@ -3,7 +3,10 @@
 The check steps small stand-ins instead of recognizing optimizers by name, so that the check works for a user's class: a
 global step must give the same bits as a step per parameter. `PlanLibrary` (`shard/partition/plan_cache.py`) runs the
 check for each training plan of several shards, and `ModelState` (`train/state/model_state.py`) before a second update
-within one step of a model in one shard.
+within one step of a model in one shard. `ModelState` and `train/checkpoint/trial_checkpoint.py` ask `has_overlap`.
+
+Note: callers are inside the capture gate, because optimizers ask `torch.compiler.is_compiling()`. The stand-ins of a user's
+class share objects with the trial's optimizer; `trying` (`shard/cost/update_pilot.py`) puts these back.
 """
 
 import itertools

@@ -1,8 +1,12 @@
 """Outcome of a step, run eagerly or as a plan's units, on the host.
 
 Besides losses, gradients, buffers and the generator's state, an outcome lists the computing operators: two runs may
-agree on a batch by luck, and differ on the next batch. `plan_check.py` takes both outcomes when a new plan is checked,
-and compares the two.
+agree on a batch by luck, and differ on the next batch. `plan_check.py` takes both outcomes when a plan is checked, and
+compares the two. `shard/capture/value_replay.py` runs a step under `StepOperatorRecorder`, `train/loop/direct.py` walks a
+loss's graph by `backward_nodes`, and cost models share `UnitSeconds`.
+
+Note: the eager step draws from the thread's torch stream, and a plan from a stream of its own with the same state. Both
+leave the buffers of the copy changed.
 """
 
 import time
@@ -86,7 +90,7 @@ class StepEffects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """Seconds of each shard's units on the host at their first run: a first guess, a little high for small operators."""
+    """Seconds of each shard's units on the host: a first guess, estimated, or measured once, then high for small operators."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]

@@ -17,7 +17,10 @@ ABSENT = -1
 
 
 class SimulationEventKind(IntEnum):
-    """Kinds of events on the clock. The first two follow from running units; all others have a time of their own."""
+    """Kinds of events on the clock. The first two follow from running units; all others have a time of their own.
+
+    `Simulator.run` has its handlers in this order, and `repeats.py` compares kinds by number.
+    """
 
     UNIT_ENDS = 0
     UNIT_STARTS = 1

@@ -1,7 +1,8 @@
 """Times on a grid, so that sums and differences are exact.
 
-`Simulator` (`simulator.py`) makes the grid of a scenario before the clock starts, and `entities.py` and `transfers.py`
-round each duration.
+`Simulator` (`simulator.py`) makes the grid of a scenario before the clock starts. `simulator.py`, `entities.py` and
+`transfers.py` round each duration and each moment of a scenario; a time that is not rounded breaks the skipping
+of repetitions (`repeats.py`).
 
 Note: exact times. Every duration is rounded once to a multiple of a power of two, chosen so small that even the longest
 possible schedule has fewer than 2**52 multiples. Sums and differences of such floats have no rounding error, so the

@@ -1,6 +1,8 @@
 """Skips exact repetitions of a simulation's state.
 
-`Simulator` (`simulator.py`) calls `RepetitionSkipper.look` between two events, unless `skip_repeats` is False.
+Unless `skip_repeats` is False, `Simulator` (`simulator.py`) calls `RepetitionSkipper.step_ended` at each end of a step, and
+`look` after events: where the skipper wants a look, and after each event with a time of its own. All that decides
+the course of a simulation must be part of `_signature`, and each count that grows must be part of `_skip`.
 
 Note: exactness. The simulation is deterministic between external events: events with a time of their own (an arrival, a
 fault, a late answer to a report), and events that change a trial's course. The state comprises the running units with

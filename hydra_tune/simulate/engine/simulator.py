@@ -1,11 +1,14 @@
 """The real scheduler on a virtual clock.
 
 The simulator plays the pool: hands the same events to the same `Scheduler`, carries out its commands, and lets the time
-of units and loads pass. Simulation and run therefore share one state machine.
+of units and loads pass. Simulation and run share one state machine.
 
 People import `simulate` from `hydra_tune.simulate`, and `hydra-tune simulate` (`cli/commands/simulate.py`) calls
 `simulate` once a `Scenario` has been made of its options or of a profile. The module must not read a clock, import the
 pool, or choose a unit by itself.
+
+Note: order. Events of one moment run in the order in which they were entered. A trial's step and position change before the
+scheduler is told, because the predictions and the places read both. Each duration is rounded to the grid (`grid.py`).
 """
 
 import heapq

@@ -59,7 +59,7 @@ class ShardTransferSimulator:
         devices, jobs: as numbered.
         grid: rounds durations.
         timeline: receives a bar for each load.
-        moved: called with a job and each of its shards that changes place.
+        moved: called with a job and each of its shards that is brought or evicted; not where a device or a trial ends.
     """
 
     def __init__(

@@ -8,7 +8,8 @@ A block that another device has and the host lacks is taken over from the device
 travelled over the host in the run does so here. Where the run took over no block, the time of its loads stands in.
 
 Prefetches and background write-backs of the run are repeated where possible; a unit waits for a background copy as long
-as in the run, or until the copy would be over.
+as in the run, or until the copy would be over. A change of the rules of eviction in `memory/pager.py` needs the same change
+in `_ReplayDevice.victims`.
 
 Note: processes. Every operation that takes time is a generator of nanoseconds to wait; other operations run in between.
 """

@@ -1,8 +1,9 @@
-"""`Recording`: all events, decisions and actions of a pool, in a file for Perfetto and chrome://tracing.
+"""`Recording`: all events, decisions and actions of a pool; its file is for Perfetto and chrome://tracing as well.
 
 `PoolRecorder` (`pool/runtime/recorder.py`) makes a `Recording` when a program calls `HydraExecutor.recording()`, as
-`hydra-tune sweep --timeline` does after the sweep. Viewers show the trace part of the file as a timeline;
-`hydra_tune.simulate.recorded.replay` reads the complete data beside the trace.
+`hydra-tune sweep --timeline` does after the sweep. Viewers show the trace part of the file as a timeline; `read_recording`
+reads the complete data beside the trace, for `replay.py` and for `recorded_profile` (`simulate/profile.py`). Changed data
+need another `_FORMAT`.
 """
 
 import json

@@ -3,7 +3,8 @@
 A new scheduler receives the pool's events as the virtual clock reaches them. Each job's own behaviour comes from its
 script (`script.py`); memory effects and copy times follow from the blocks (`pager_model.py`). With the run's policy,
 the replay must reproduce the run's commands in order; with another policy, the replay shows what the policy would have
-done. `hydra-tune simulate --replay` (`cli/commands/simulate.py`) calls `replay` once the recording has been read.
+done. `hydra-tune simulate --replay` (`cli/commands/simulate.py`) calls `replay` once the recording has been read. The module
+must read no clock, and changes no recording: a recording may be played again.
 """
 
 import heapq
