@@ -65,7 +65,7 @@ def budget_of(
 
 
 def _speeds(devices: Sequence[Device], *, is_host: bool) -> MachineSpeeds:
-    """Measure the speeds for choosing the placement of updates."""
+    """Measure the speeds for choosing the placement of updates; takes time, so at the first question only."""
     return MachineSpeeds(
         link=measured_link(devices[0]),
         dram_bytes_per_second=dram_bandwidth(),

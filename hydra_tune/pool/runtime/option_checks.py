@@ -1,6 +1,8 @@
 """Checks of the options of `HydraExecutor`; every error names the option.
 
-`ExecutorSettings` (`settings.py`) runs the checks when a `HydraExecutor` is made, before any device is opened.
+`ExecutorSettings` (`settings.py`) runs the checks when a `HydraExecutor` is made, before any device is opened; only
+`check_compiler_acts` waits for the devices, in `ExecutorSettings.open_pool`. `HydraExecutor` (`hydra_tune/executor.py`)
+checks its own arguments with `check_count`, `check_flag` and `members_of_group`.
 """
 
 from collections.abc import Sequence
