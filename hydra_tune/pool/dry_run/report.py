@@ -198,7 +198,8 @@ def forecast(
         architectures: numbers of the known architectures; new architectures are added.
         known: forecasts of lone tasks; new forecasts are added.
         fusion_of: returns the possible fused groups of a task.
-        devices: devices of the run; nothing is computed on the devices.
+        devices: devices of the run. The rehearsal computes nothing; timed steps run on a new CPU device like the first,
+            and timed groups on the first device.
         policy: policy of the pool; the arguments below are the pool's, too.
         max_concurrent: number of trials admitted at the same time.
         admission: order of admission.

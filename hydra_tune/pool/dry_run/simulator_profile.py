@@ -1,7 +1,7 @@
 """Profiles of tasks for the simulator, from their plans alone and without training.
 
 `Pool.profile` (`pool/pool.py`) makes the profile when a program calls `HydraExecutor.profile`; `hydra-tune simulate`
-reads such profiles.
+reads such profiles. One thread, made for the call, builds the models, like the pool's preparer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
