@@ -1,6 +1,9 @@
 """Formats the lines of an event log as JSON. `observe/event_log/reader.py` reads the lines back.
 
-`EventLog` (`writer.py`) makes the line of each record here, on the log's own thread, just before the line is written.
+`EventLog` (`writer.py`) makes the line of each record here, on the log's own thread, just before the line is written;
+`owns` and `workers` are set on other threads, by single operations of a dict. `observe/event_log/run_state.py` picks
+lines by their first characters, so `event` stays the first key. A change that a reader sees raises `FORMAT`, and
+belongs into docs/reference/events.md.
 """
 
 import json

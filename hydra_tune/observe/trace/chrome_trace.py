@@ -1,8 +1,8 @@
 """Converts a run's log to a trace in Chrome's format, with rows for each device, the disk, and each trial.
 
-A device has a row of units and, below, rows of loads, spills and blocks from other devices. Background copies are apart
-from copies that a unit waited for. Overlapping copies get separate rows. `hydra-tune trace` (`cli/commands/trace.py`)
-calls `write_trace` once the figures are computed and any plot is drawn.
+A device has a row of units and, below, a row of updates on the host and rows of loads, spills and blocks from other
+devices. Background loads and spills are apart from copies that a unit waited for. Overlapping copies get separate rows.
+`hydra-tune trace` (`cli/commands/trace.py`) calls `write_trace` once the figures are computed and any plot is drawn.
 """
 
 import heapq

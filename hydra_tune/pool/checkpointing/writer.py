@@ -10,8 +10,8 @@ single trial at a time. While the buffer is in use, another due trial trains on 
 Only explicitly requested checkpoints and a trial's last state wait for the buffer. Where the host has no room for the
 buffer, the trial waits, and its state is written in place.
 
-Note: failures. A checkpoint that cannot be written is logged, earlier checkpoints stay whole, and training goes on. In a
-pool with a folder for checkpoints, a trial with an object that no checkpoint can hold fails after the first step; the
+Note: failures. A checkpoint that cannot be written is logged, earlier checkpoints stay whole, and training goes on. In
+a pool with a folder for checkpoints, a trial with an object that no checkpoint can hold fails after the first step; the
 error names the object.
 
 Note: the slot. The slot's holder alone touches the buffer. Each way out of a save gives the room, if any, and then the

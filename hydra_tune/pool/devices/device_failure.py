@@ -2,8 +2,8 @@
 
 Only the device's own worker declares the loss, which guarantees that nothing runs on the device any more. A worker that
 meets the device's errors while it fetches a block asks the device's worker to check the device, and waits for the
-answer, for a minute at most. Each worker (`pool/runtime/worker.py`) asks `DeviceLossHandler` about the error when a unit
-fails.
+answer, for a minute at most. Each worker (`pool/runtime/worker.py`) asks `DeviceLossHandler` about the error when a
+unit fails.
 
 Note: lost processes. In a process under a supervisor the loss of all devices ends the process, before any trial is
 told of the loss (`FaultRecovery.end_if_all_lost`), and all trials continue in the next process.

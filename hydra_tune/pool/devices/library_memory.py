@@ -2,9 +2,9 @@
 
 The budget is chosen before any unit has run, with an estimate for the libraries. `Worker` (`pool/runtime/worker.py`)
 measures the first unit of each kind and shard of each trial, since each such unit may be the first to use a kernel. On
-CPU devices, and where several devices share a GPU, nothing is measured. If the
-libraries take more than estimated, the device holds fewer blocks. Plans stay as they are, and a unit that needs the
-whole budget for itself may still have it. If the libraries take less, the rest is room for other trials' state.
+CPU devices, and where several devices share a GPU, nothing is measured. If the libraries take more than estimated, the
+device holds fewer blocks. Plans stay as they are, and a unit that needs the whole budget for itself may still have it.
+If the libraries take less, the rest is room for other trials' state.
 """
 
 import logging

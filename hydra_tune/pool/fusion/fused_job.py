@@ -4,7 +4,8 @@
 job's fusion in the `FusedJob` until the job is over. `GroupJobLauncher` (`group_jobs.py`) gives each carrier a
 `GroupJobEventStream`.
 
-Note: the flags change under the pool's lock; a trial is built and compared without the lock. An event may arrive under the pool's lock, so a listener passes calls into the pool to another thread.
+Note: the flags change under the pool's lock; a trial is built and compared without the lock. An event may arrive under
+the pool's lock, so a listener passes calls into the pool to another thread.
 """
 
 from collections.abc import Callable, Hashable

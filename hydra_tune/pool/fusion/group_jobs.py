@@ -5,9 +5,8 @@
 
 Note: carriers. For each submitted job, `GroupJobLauncher` gives the pool a job of its own, the carrier. A carrier in
 preparation collects waiting jobs with the same fusion key, as many as a group may have, stops the carriers of those
-jobs, and runs the group. A carrier that
-finds no other job, or whose trial cannot be fused, runs its own job's trial. The end of a carrier is passed on to the
-jobs that it carries (`group_completion.py`).
+jobs, and runs the group. A carrier that finds no other job, or whose trial cannot be fused, runs its own job's trial.
+The end of a carrier is passed on to the jobs that it carries (`group_completion.py`).
 
 Note: late joiners. While a group has room, a job with the group's key needs no carrier. The trial is built and begun
 beside the group, on the preparer's thread or a thread of `FusedJobTable`, and joins the group between two steps
