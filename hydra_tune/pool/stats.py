@@ -1,7 +1,7 @@
 """Statistics of the pool: work done and memory held by each device.
 
 `Pool.stats` (`pool/pool.py`) collects the statistics when a program calls `HydraExecutor.stats`, and whenever a display
-is drawn (`pool/views/live.py`, `cli/display/board.py`); `Worker.stats` (`pool/runtime/worker.py`) makes a device's part.
+is drawn (`pool/views/live.py`, `cli/run/sweep_run.py`); `Worker.stats` (`pool/runtime/worker.py`) makes a device's part.
 """
 
 from dataclasses import dataclass, field

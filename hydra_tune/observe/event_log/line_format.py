@@ -25,7 +25,7 @@ _STEPS = ',"steps":%d'
 
 
 class EventLogFormatter:
-    """Makes lines. Times come from `time.perf_counter_ns`, and are written as nanoseconds since the start.
+    """Makes whole lines. Times come from `time.perf_counter_ns`, and are written as nanoseconds since the start.
 
     The frequent lines of units, copies and waits are formatted by hand, several times faster than by `json.dumps`. The
     part of a line that repeats at every step, all but the times, is cached.

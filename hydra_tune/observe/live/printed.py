@@ -1,6 +1,8 @@
 """Captures output printed while a live view has the terminal: shown within the view; the last lines are printed again.
 
-`SweepOutput` (`cli/display/output.py`) and `pool/views/live.py` enter `kept` just before a `LiveView` opens.
+`SweepOutput` (`cli/display/output.py`) and `pool/views/live.py` enter `kept` just before a `LiveView` opens, and leave
+`kept` after the terminal is restored. Only streams and log handlers of Python are redirected, not the output of libraries
+in C.
 """
 
 import io

@@ -5,6 +5,9 @@ Each task's model is built, captured, cut and checked as in the pool, and some s
 (`train/timing/fake_trial.py`), and the forecast counts the bytes moved and taken. `Pool.plan` (`pool/pool.py`) makes
 the forecast when a program calls `HydraExecutor.plan`; `cli/dry_run/planning.py` asks for a forecast of each
 configuration of `hydra-tune plan`.
+
+Note: a forecast runs on one thread of its own with one intra-op thread, like a worker's, and must leave the caller's
+torch settings and the state of the tasks' Python as found (`Pool.plan`).
 """
 
 import statistics

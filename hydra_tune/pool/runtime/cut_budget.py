@@ -1,7 +1,8 @@
 """The budget for cutting models, from a pool's devices and options.
 
 `ExecutorSettings.open_pool` (`settings.py`) makes the budget when the pool starts; `PlanLibrary`
-(`shard/partition/plan_cache.py`) cuts each model of the pool by the budget.
+(`shard/partition/plan_cache.py`) cuts each model of the pool by the budget. One budget serves all devices, so each number
+suits the smallest or strictest device.
 """
 
 import functools

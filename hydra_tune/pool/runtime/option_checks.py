@@ -81,7 +81,11 @@ def check_planner(planner: object) -> None:
 
 
 def checked_backend(name: str, backend: str | None) -> str | None:
-    """Check and return the name of a backend of `torch.compile`, or None."""
+    """Check and return the name of a backend of `torch.compile`, or None.
+
+    Raises:
+        ConfigError: torch has no such backend.
+    """
     if backend is None:
         return None
     backends = torch.compiler.list_backends(exclude_tags=())
