@@ -56,7 +56,8 @@ class JobProgress:
         units_run: shard units run.
         metrics: metrics of the last report.
         history: the last reports, as in `Result.history`, at most 64.
-        compute_seconds: compute time of the job's units in seconds, copies excluded.
+        compute_seconds: compute time of the job's units in seconds, copies excluded; a burst of the user's own code includes
+            draws of batches.
         group_size: as in `Result`.
     """
 
@@ -89,7 +90,8 @@ class Result(TrainingOutcome):
         units_run: shard units run.
         units_saved: units that a pruned or cancelled job would still have run; 0 where unknown.
         checkpoint: folder of the job's checkpoints, if there are any.
-        compute_seconds: compute time of the job's units in seconds, copies excluded.
+        compute_seconds: compute time of the job's units in seconds, copies excluded; a burst of the user's own code includes
+            draws of batches.
         faults: faults of the system after which the job began again; see docs/howto/faults.md.
         group_size: the largest number of members in the job's fused group, the job included; 1: the job ran alone. See
             docs/howto/small-models.md.

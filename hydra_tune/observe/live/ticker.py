@@ -27,6 +27,9 @@ class ViewRefreshTimer:
         function: the function to call, on the timer's thread. An error ends the calls, and goes to the log.
         on_error: called after an error, on the same thread.
         period_seconds: shortest time between a call's end and the next call.
+
+    Attributes:
+        cpu_seconds: CPU time of the timer's thread up to the last call.
     """
 
     def __init__(

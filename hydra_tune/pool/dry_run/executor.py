@@ -113,7 +113,7 @@ class _RehearsedTrial:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the trial will want a further unit."""
+        """Return True: a trial without a further unit is recognized by the lack of a due unit."""
         return True
 
     @property

@@ -74,7 +74,8 @@ class TrialForecast:
         architecture: equal numbers stand for equal models and steps, widths and depths included, among all tasks
             planned by the pool; None where equality cannot be told.
         step_seconds: mean seconds from the end of an optimizer step to the end of the next step of the task, beside the
-            other tasks and with all overheads of the pool. 0 where unknown: on an unchecked plan, or on a GPU.
+            other tasks and with all overheads of the pool. 0 where unknown: on an unchecked plan, on
+            a GPU, or where the data has no whole step.
         is_checked: whether the plan has been compared with a step of the model, as for every plan before training;
             False where the model or the step is too large.
         split_batches: number of pieces of each batch.

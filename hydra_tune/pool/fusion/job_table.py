@@ -21,7 +21,7 @@ from hydra_tune.train.data.loader_clock import LoaderInterrupt
 
 @dataclass(frozen=True, slots=True)
 class GroupSizeLimit:
-    """The largest number of members for a kind of trial, with the reason; 1: trials of the kind run alone."""
+    """The largest number of members for a kind of trial, with the reason; at most 1: trials of the kind run alone."""
 
     most: int
     why: str

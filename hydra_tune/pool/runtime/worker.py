@@ -178,7 +178,7 @@ class Worker:
             yield
 
     def _run(self, record: JobState, unit: Unit, until_told: contextlib.ExitStack) -> bool:
-        """Run a unit and advance the job; return whether the worker has to end."""
+        """Run a unit and advance the job; return whether this thread of the worker has to end."""
         assert record.trial is not None
         trial = record.trial
         record.lost_before = frozenset(self._core.given_up)
