@@ -10,8 +10,9 @@ told of the loss (`FaultRecovery.end_if_all_lost`), and all trials continue in t
 
 Note: lost state. The host or the disk holds the bytes of every clean block. Trials with only clean blocks on the device
 continue elsewhere from where they are, including a trial whose unit had not begun to compute. No copy of a dirty block
-exists: the block's trial fails, and begins again from its last checkpoint (`pool/faults/retry.py`). The trial is
-marked as failed before the block is given up, so no unit computes with the host's outdated copy.
+exists: the block's trial fails, and begins again from its last checkpoint if `max_retries` allows
+(`pool/faults/retry.py`). The trial is marked as failed before the block is given up, so no unit computes with the
+host's outdated copy.
 """
 
 import logging

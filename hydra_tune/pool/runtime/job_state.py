@@ -6,9 +6,9 @@
 record, runs the unit, and asks `JobState.go_on` for the next step. When the job ends, the dispatcher calls
 `JobState.finish`, and the record frees the trial's memory and returns a `Result`.
 
-Note: locks. `outcome`, `pending` and the other facts for the scheduler change under the pool's lock or on the only thread
-that advances the trial. Whoever advances or saves the trial holds `turn`; a thread with the pool's lock must not wait
-for `turn`, whose holder may be in users' code.
+Note: locks. `outcome`, `pending` and the other facts for the scheduler change under the pool's lock or on the only
+thread that advances the trial. A thread that advances or saves the trial holds `turn`; a thread with the pool's lock
+must not wait for `turn`, whose holder may be in users' code.
 """
 
 import contextlib
