@@ -1,12 +1,18 @@
 """The program's side of a pool in another process: jobs that outlive their process.
 
-`HydraExecutor(isolate=True)` hands calls about jobs to `IsolatedPoolClient`, which sends the calls to `child.py` in the
-pool's process and gives the answers to the program's own `Job` objects. A job outlives a crash: the supervisor restarts
-the process, and the client sends the open jobs again. The module must not know how a pool trains.
+`HydraExecutor(isolate=True)` (`executor.py`) hands calls about jobs to `IsolatedPoolClient`, which sends the calls to
+`child.py` in the pool's process and gives the answers to the program's own `Job` objects. A job outlives a crash: the
+supervisor (`supervision/supervisor.py`) restarts the process, and the client sends the open jobs again. The module must
+not know how a pool trains.
 
 Note: time of the copy. The pool's process descends from a copy of the program, made at the first submitted task. A
 dedicated thread makes the copy and lives until the end, because the system ends the copy with its thread. After a crash
-of the pool, the copy forks further copies, each with the program's objects as of the first copy.
+of the pool, the copy forks further copies, each with the program's objects as of the first copy. So a global that the
+program changes after the first task stays unchanged in the pool's process.
+
+Note: threads. Drivers send on any thread, under the client's lock; the thread `hydra-isolated` alone receives, and hands
+results and events over without the lock. `check_may_copy` must pass before the copy: a lock that a busy thread holds
+would stay held in the copy.
 """
 
 import contextlib
@@ -85,7 +91,7 @@ class _IsolatedJob:
 
 
 class IsolatedPoolClient:
-    """Steers a pool in another process, and restarts the pool.
+    """Steers a pool in another process, and sends unfinished jobs again after each crash.
 
     Args:
         make: called in the other process with the number of earlier crashes; returns as `make` of `IsolatedPoolServer`.
@@ -110,8 +116,8 @@ class IsolatedPoolClient:
         """Queue a task; `options` are those of `HydraExecutor.submit`.
 
         Raises:
-            ConfigError: this process cannot be copied, or a task cannot be sent to the copy.
-            HydraTuneError: the pool could not be started.
+            ConfigError: this process cannot be copied, or a task or its labels cannot be sent to the copy.
+            HydraTuneError: the pool could not be started, or its process has ended for good.
         """
         self._begin()
         data = pickled_task(task, self._known)
@@ -154,7 +160,7 @@ class IsolatedPoolClient:
             job.cancel()
 
     def shutdown(self) -> None:
-        """End the process; unfinished jobs are cancelled. May be called again."""
+        """End the process, and wait for the end; unfinished jobs are cancelled. May be called again."""
         with self._lock:
             self._is_closing = True
             self._send("close")

@@ -1,8 +1,10 @@
 """Transfer of objects between the program and the pool's process, a copy of the program.
 
-Both processes have all objects from before the copy: tasks, functions and classes without an importable name are sent
-by memory address, equal in both processes. All other objects are pickled. `IsolatedPoolClient` (`parent.py`) packs each
-submitted task, and `IsolatedPoolServer` (`child.py`) packs each job's result.
+Both processes have all objects from before the copy: tasks, and functions and classes without an importable name or of
+the main script, are sent by memory address, equal in both processes. All other objects are pickled.
+`IsolatedPoolClient` (`parent.py`) packs each submitted task, and `IsolatedPoolServer` (`child.py`) packs each job's
+result. An object sent by address arrives in its state as of the copy. An object of `known_here` must stay alive in both
+processes, or its address could be reused.
 """
 
 import gc

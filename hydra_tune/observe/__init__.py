@@ -1,4 +1,9 @@
-"""Display of a running pool and a sweep; the package reads plain snapshots and holds no part of the engine."""
+"""Displays, tables, event logs and timelines of pools and sweeps.
+
+The package must hold no part of the engine: plain snapshots, names, numbers and times come in. Read `event_log` (what a
+pool writes and reads back), then `live` (views of a sweep) and `trace` (timelines of a log). Pools, the `hydra-tune`
+commands and, for recordings, `memory` and `simulate` use the package.
+"""
 
 import random
 

@@ -1,9 +1,13 @@
 """Jobs, results, and the events for a driver of the pool.
 
 A driver submits a task, holds the `Job`, and either waits for `Job.result` or reads `Reported`, `Finished` and `Failed`
-events from an `EventStream`. `Pool.submit` (`pool.py`) makes the `Job`, and `JobDispatcher`
-(`pool/runtime/dispatcher.py`) puts each event into the stream at once. People import `Job`, `Result`, `EventStream` and
-the events from `hydra_tune`.
+events from an `EventStream`. `Pool` (`pool.py`), `FusedPool` (`fusion/fused_pool.py`) and `IsolatedPoolClient`
+(`isolation/parent.py`) make a `Job` at each submission. Events come from `JobDispatcher` (`runtime/dispatcher.py`), with
+fusion from `fusion/live_group.py` and `fusion/job_table.py`, and from an isolated pool through `IsolatedPoolClient`.
+People import `Job`, `Result`, `EventStream` and the events from `hydra_tune`.
+
+Note: `Job.result` and `EventStream.get` leave the capture gate while they wait, so a trial's own code that waits for
+another pool does not stop captures.
 """
 
 import logging
@@ -52,7 +56,8 @@ class JobProgress:
         units_run: shard units run.
         metrics: metrics of the last report.
         history: the last reports, as in `Result.history`, at most 64.
-        compute_seconds: compute time of the job's units in seconds, copies excluded.
+        compute_seconds: compute time of the job's units in seconds, copies excluded; a burst of the user's own code includes
+            draws of batches.
         group_size: as in `Result`.
     """
 
@@ -85,7 +90,8 @@ class Result(TrainingOutcome):
         units_run: shard units run.
         units_saved: units that a pruned or cancelled job would still have run; 0 where unknown.
         checkpoint: folder of the job's checkpoints, if there are any.
-        compute_seconds: compute time of the job's units in seconds, copies excluded.
+        compute_seconds: compute time of the job's units in seconds, copies excluded; a burst of the user's own code includes
+            draws of batches.
         faults: faults of the system after which the job began again; see docs/howto/faults.md.
         group_size: the largest number of members in the job's fused group, the job included; 1: the job ran alone. See
             docs/howto/small-models.md.
@@ -110,7 +116,7 @@ class Result(TrainingOutcome):
 
 
 class JobController(Protocol):
-    """Requests of a job to the job's pool."""
+    """Requests of a job to the job's pool: a `Pool`, a `FusedPool` or an `IsolatedPoolClient`."""
 
     def proceed(self, job: "Job") -> None:
         """Resume a job waiting at a report."""
@@ -176,9 +182,9 @@ class Job:
         self._pool.proceed(self)
 
     def prune(self) -> None:
-        """End the job as pruned, at a report or at any other time.
+        """End the job as pruned, at a report or at any other time; no effect if the job is over.
 
-        The remaining units are dropped, and the job's memory is free at once.
+        The remaining units are dropped, and the job's memory is free as soon as a running unit has ended.
         """
         self._pool.stop(self, "pruned")
 
@@ -222,12 +228,13 @@ class Job:
 
         Returns:
             The folder of the job's checkpoints, for `submit(..., resume_from=...)`; only the two latest checkpoints are
-            kept.
+            kept, and of a completed or pruned job only the latest.
 
         Raises:
             CheckpointError: the pool has no `checkpoint_dir`; the job is paused within a step, or ends before the save;
                 or no checkpoint can hold some object of the job.
             FileError: the checkpoint cannot be written.
+            HydraTuneError: as of `result`.
             TimeoutError: the checkpoint is not on disk in time.
         """
         self._check_process()
@@ -266,7 +273,7 @@ class Job:
     def __repr__(self) -> str:
         return f"<Job {self.name!r} {self._state}>"
 
-    # The methods below are for the pool; drivers call none of them.
+    # The methods below are for pools, which call `end` exactly once; drivers call none of these methods.
 
     def enter(self, state: str) -> None:
         """Change the state."""

@@ -1,14 +1,20 @@
 """The pool: the interface for drivers, and the assembly of all parts of a running pool.
 
-`ExecutorSettings.open_pool` (`pool/runtime/settings.py`) makes the `Pool` at the first use of an executor;
-`HydraExecutor` (`hydra_tune/executor.py`) and `FusedPool` (`pool/fusion/fused_pool.py`) submit jobs to the pool.
+`ExecutorSettings.open_pool` (`pool/runtime/settings.py`) makes the `Pool` at the first use of an executor.
+`HydraExecutor` (`hydra_tune/executor.py`) submits jobs to the pool; with fusion, `GroupJobLauncher`
+(`pool/fusion/group_jobs.py`) submits carriers of jobs instead. `Job` (`pool/job.py`) passes a driver's requests on.
 
 Note: threads. Each device has a worker, and the worker runs units (`pool/runtime/worker.py`) and has a thread that hands
-results over beside the next units. A preparer builds and captures models in sequence (`pool/runtime/preparer.py`).
-Drivers submit and answer from threads of their own. All threads hand events to the state machine under a single lock,
-and pass the resulting commands on (`pool/runtime/dispatcher.py`). Only one thread at a time touches a job's trial: the
-thread of the only running unit or, where batches run side by side, the thread of their last unit, and at the end the
-thread that gives the trial's memory back.
+results over beside the next units. A preparer builds and captures models in sequence (`pool/runtime/preparer.py`). A
+watcher looks after slow loaders (`pool/faults/loader_watchdog.py`). Drivers submit and answer from threads of their own.
+All threads hand events to the state machine under a single lock, and pass the resulting commands on
+(`pool/runtime/dispatcher.py`). Only one thread at a time advances a job's trial: at first the preparer, then the thread
+of the only running unit or, where batches run side by side, the thread of their last unit, and at the end the thread
+that gives the trial's memory back. `JobState.turn` keeps a driver that saves a waiting trial apart from all of them.
+
+Note: the lock. A thread with the lock (`Pool.changed`) must not run a trial's code, close a trial, or take a block's lock;
+the end of `shutdown`, with no other thread left, is the exception. Methods that decide hold Ctrl-C and SIGTERM back,
+because half a decision would leave the scheduler's state wrong.
 """
 
 import contextlib
@@ -92,7 +98,7 @@ class Pool:
         host: host tier that sends state beyond `host_bytes` to disk; None: the host has to hold all state.
         sends_ahead: whether a device prefetches blocks of the next unit during compute.
         log: receives all events and is closed at shutdown; None: no log.
-        checkpoints: where and how often jobs are saved; None: jobs are not saved.
+        checkpoints: where and how often jobs are saved; None: states are only copied in memory, on request.
         loader_times: how long the pool waits for data loaders.
 
     Attributes:
@@ -203,9 +209,9 @@ class Pool:
         self._threads.append(thread)
 
     def _replace_worker(self, name: str) -> None:
-        """Start a second worker for a device whose present worker waits for a loader.
+        """Start a second thread of the worker of a device whose present thread waits for a loader; under the lock.
 
-        The present worker ends after the wait.
+        The present thread ends after the wait.
         """
         # Ended threads leave the list, which would grow with every stalled loader otherwise.
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -213,17 +219,17 @@ class Pool:
         self._start_worker(name)
 
     def _replace_preparer(self, thread: int) -> None:
-        """Start a second preparer if the given thread is the present preparer and waits for a loader."""
+        """Start a second thread of the preparer, once for each given thread that waits for a loader; under the lock."""
         if self._preparer.replace(thread):
             self._start_preparer()
 
     def hint_at_fusion(self) -> None:
-        """Log a hint, at most once, when computing trials as a fused group would be much faster."""
+        """Log a hint, at most once, when trials as a fused group may be several times faster."""
         self._core.hint = FusionAdvisor()
 
     @property
     def changed(self) -> threading.Condition:
-        """The pool's lock, held during every decision; notified when a job ends."""
+        """The pool's lock, held during every decision; notified when a job ends or stops, or gives memory back."""
         return self._changed
 
     @property
@@ -302,7 +308,7 @@ class Pool:
         with self._changed:
             self._check_change("add_device")
             worker = self._worker_threads.get(name)
-            # Two workers of one device would use its pager at the same time. That of a lost device may hang for ever.
+            # Two threads of a device's worker would use the device's pager at the same time. A lost device's may hang for ever.
             is_ending = worker is not None and worker.is_alive() and name not in self._lost_devices
             if name in self.device_names or name in core.leaving or is_ending:
                 raise ConfigError(f"{name!r} is in the pool already; its devices are {', '.join(self.device_names)}")
@@ -348,7 +354,7 @@ class Pool:
             thread.join(_LOOK_SECONDS)
 
     def _lost(self, name: str) -> None:
-        """Note the loss of a device; called under the lock."""
+        """Note the loss of a device; called under the lock by `DeviceLossHandler`."""
         self._lost_devices.add(name)
         self._tell_of(name, "lost")
 
@@ -411,7 +417,11 @@ class Pool:
         make_trial: Callable[..., Trial] | None = None,
         is_saved: bool = True,
     ) -> Job:
-        """Queue a task; with `is_saved=False` the caller takes care of checkpoints; `make_trial` as of `JobState`."""
+        """Queue a task.
+
+        `make_trial` is as of `JobState`. With `is_saved=False` the job has no keeper, and the caller saves the trial: so
+        does `GroupJobLauncher` for its carriers.
+        """
         core, origin = self._core, origin or StartCheckpointSource()
         with self._changed:
             if core.is_closed:

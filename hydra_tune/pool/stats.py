@@ -1,7 +1,7 @@
 """Statistics of the pool: work done and memory held by each device.
 
-`Pool.stats` (`pool/pool.py`) collects the statistics when a program calls `HydraExecutor.stats`, and whenever a live
-display is drawn.
+`Pool.stats` (`pool/pool.py`) collects the statistics when a program calls `HydraExecutor.stats`, and whenever a display
+is drawn (`pool/views/live.py`, `cli/run/sweep_run.py`); `Worker.stats` (`pool/runtime/worker.py`) makes a device's part.
 """
 
 from dataclasses import dataclass, field
@@ -19,10 +19,10 @@ class DeviceStats:
         resident_bytes: bytes of parameters, optimizer state and values on the device now.
         busy_seconds: time spent in units, loads and spills included.
         bytes_in_by_kind, bytes_out_by_kind: bytes loaded from and spilled to the host, by kind: parameters, buffers,
-            optimizer, activations, gradients and inputs.
+            optimizer, activations, boundaries, gradients and inputs (`BlockKind`).
         bytes_across_by_kind: bytes taken over from other devices, counted at the receiving device; not part of the two
             above.
-        units: shard units run.
+        units: shard units run; a burst counts as many units as the burst has steps.
         bytes_ahead: the part of the loaded or taken-over bytes that was prefetched during an earlier unit's compute.
         bytes_in_vain: the part of `bytes_ahead` that no unit used.
         waiting_seconds: time during which units waited for loads, spills and takeovers.
@@ -113,10 +113,10 @@ class PoolStats:
 
     Attributes:
         devices: statistics by device name.
-        units_run: shard units run.
+        units_run: sum of the devices' `units`.
         units_saved: units that pruned and cancelled trials would still have run.
         elapsed_seconds: wall time.
-        scheduler_seconds: CPU time of scheduling decisions.
+        scheduler_seconds: CPU time of scheduling decisions, and of predicting the units to prefetch for.
         steps_by_way: optimizer steps of several batches, without each trial's first step, by way: "one device" (batches
             in sequence), "grouped" (through each shard together), "data-parallel" or "pipelined".
         disk: present with a spill_dir.

@@ -1,7 +1,7 @@
 """`RunLog`: reads the file of an `EventLog`, even if the run was killed while writing.
 
 `hydra-tune trace` (`cli/commands/trace.py`) calls `read_log` first, during a run or afterwards; figures, plot and trace
-are made of the `RunLog`.
+are made of the `RunLog`. The reader must read whatever `line_format.py` writes with the same `FORMAT`.
 """
 
 import json
@@ -104,14 +104,14 @@ class LoggedJobEvent(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class RunLog:
-    """A whole log. Times are nanoseconds since the first job was submitted.
+    """A log, as far as written. Times are nanoseconds since the first job was submitted.
 
     Args:
         started_at: time of the first submission, as ISO 8601.
         version: of hydra-tune.
         policy, admission, max_concurrent: the pool's.
         budgets: bytes of each device, by name.
-        units, copies, waits, disk, host_updates, saved, jobs: events, ordered by their ends.
+        units, copies, waits, disk, host_updates, saved, jobs: events in the order of the file, roughly by their ends.
         lost: events that the log had no room for.
         dropped: units, copies and other details left out because of the log's limit, by kind.
         dropped_from_ns: time of the first omission; None without omissions.

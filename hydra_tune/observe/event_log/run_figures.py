@@ -26,12 +26,12 @@ _SECOND = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFigures:
-    """Figures of one device; equal to those of `pool.stats()` where both exist.
+    """Figures of one device; equal to those of `pool.stats()` where both exist, except for `units`.
 
     Args:
         name: name of the device.
         budget_bytes: memory that the pool may use on the device.
-        units: shard units run.
+        units: shard units run; a burst counts once, and `RunFigures.units_run` counts its steps.
         busy_seconds: time spent in units, with waits.
         computing_seconds: time spent in units, without waits (see the note).
         utilisation: share of the makespan spent computing.
@@ -77,7 +77,8 @@ class RunFigures:
         overlap: share of all copying under compute.
         units_run: shard units, and steps of bursts.
         units_saved: units that pruned and cancelled trials did not run.
-        trials: number of trials by end; "unknown" where the log ends earlier.
+        trials: number of jobs by end, with fusion of carriers; "unknown" where the log has no end of the job, also for
+            each beginning of a job that began again.
         devices: figures of each.
         disk_read_bytes, disk_written_bytes, disk_seconds: of `spill_dir`.
         fusion: choices of `fusion="auto"`, in the log's order and form: the asking job, the number of waiting `trials`,

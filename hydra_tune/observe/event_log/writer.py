@@ -1,18 +1,21 @@
 """`EventLog`: logs a pool's events, one JSON object a line, in a file that grows during the run.
 
-The pool's threads append tuples to a buffer and continue; a single log thread turns the tuples into lines, a few times
-a second. Lines already written stay readable after any end of the process (`observe/event_log/reader.py`). The log
-takes names, numbers and times, reads a clock only for the pool's own events, and holds no part of the engine.
-`pool/runtime/settings.py` makes an `EventLog` when the pool starts, if a file is given, and `Pool` (`pool/pool.py`)
-closes the log at shutdown.
+The pool's threads append tuples to a buffer and continue; a single log thread turns the tuples into lines, at least
+twice a second. Lines already written stay readable after any end of the process (`observe/event_log/reader.py`). The
+log takes names, numbers and times, and must hold no part of the engine. `pool/runtime/settings.py` makes an `EventLog`
+when the pool starts, if a file is given, and `Pool` (`pool/pool.py`) closes the log at shutdown. Workers, the
+dispatcher (`pool/runtime/dispatcher.py`), pagers (`memory/pager.py`) and the disk (`memory/host/disk.py`) write to the
+log.
 
-Note: training goes first. No thread waits for the log. Records are flat tuples of texts and numbers, because every
-nested object makes the garbage collector walk more often through all objects of a run. The buffer is bounded: records
-without room are counted as lost, and a line in the log says so. If the file cannot be written, on a full disk for
-example, the log is cut after its last whole line; one warning reports the end of the log, and training continues.
+Note: training goes first. No training thread waits for the log; only `close` does. Records are flat tuples of texts and
+numbers, because every nested object makes the garbage collector walk more often through all objects of a run. The
+buffer is bounded: records without room are counted as lost, and a line in the log says so. If the file cannot be
+written, on a full disk for example, the log is cut after its last whole line; one warning reports the end of the log,
+and training continues.
 
-Note: the limit. Units and copies come by thousands a second. Once these details fill nine tenths of the limit, further
-details are dropped and counted by kind. Records of jobs, above all reports and ends, are always written.
+Note: the limit. Units and copies come by thousands a second. Once the file fills nine tenths of the limit, further
+details are dropped and counted by kind. Records of jobs, above all reports and ends, are written beyond the limit, up to
+the largest size of a file.
 """
 
 import contextlib
@@ -84,7 +87,7 @@ def check_log_path(path: object, *, what: str = "event_log") -> Path:
 
 
 class EventLog:
-    """The log of one pool. The first submitted job creates the file, replacing a file of the same name.
+    """The log of one pool. The first event of a job creates the file, replacing a file of the same name.
 
     Args:
         path: of the file, as returned by `check_log_path`.
@@ -135,11 +138,11 @@ class EventLog:
         self._lines.workers[threading.get_ident()] = device
 
     def device(self, device: str, budget_bytes: int, what: str) -> None:
-        """Note a device "added" or "removed" after the start."""
+        """Note a device "added", "removed" or "lost" after the start."""
         self._append(("device", device, budget_bytes, what, time.perf_counter_ns()))
 
     def owns(self, job: str, owner: int) -> None:
-        """Assign all blocks of an owner to a job."""
+        """Assign all blocks of an owner to a job, at once and without a line."""
         self._lines.owns(job, owner)
 
     def unit(
@@ -212,7 +215,7 @@ class EventLog:
             self._begin(at_ns)
 
     def sweep(self, **facts: Any) -> None:
-        """Note what a sweep says about its study or one of its trials, for `hydra-tune status`; opens no file."""
+        """Note facts of a sweep about its study or a trial, for `hydra-tune status`; opens no file."""
         self._append(("sweep", facts))
 
     def close(self) -> None:

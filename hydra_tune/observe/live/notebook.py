@@ -1,7 +1,7 @@
 """The live view of a sweep below a notebook's cell, with nothing installed but the kernel.
 
 `pool/views/live.py` shows a `NotebookView` for the block of `HydraExecutor.live` where the process is a notebook's
-kernel.
+kernel. The module must not import IPython before a view opens.
 """
 
 import html

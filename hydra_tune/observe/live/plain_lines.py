@@ -100,8 +100,8 @@ class PlainView(AbstractContextManager["PlainView"]):
     Args:
         write: writes a line; called from another thread.
         snapshot: returns the sweep's present state; likewise.
-        period_seconds: time between two lines. The snapshot is taken every second even so: taking one finds trials that
-            have ended.
+        period_seconds: time between two lines. A snapshot is taken about every second even so: a snapshot finds trials
+            that have ended.
     """
 
     def __init__(

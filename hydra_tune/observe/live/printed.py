@@ -1,6 +1,8 @@
-"""Captures output printed while a live view has the terminal: shown within the view, and printed again afterwards.
+"""Captures output printed while a live view has the terminal: shown within the view; the last lines are printed again.
 
-`SweepOutput` (`cli/display/output.py`) and `pool/views/live.py` enter `kept` just before a `LiveView` opens.
+`SweepOutput` (`cli/display/output.py`) and `pool/views/live.py` enter `kept` just before a `LiveView` opens, and leave
+`kept` after the terminal is restored. Only streams and log handlers of Python are redirected, not the output of libraries
+in C.
 """
 
 import io
@@ -16,7 +18,7 @@ _NUM_KEPT = 1000
 
 
 class CapturedOutputStream(io.TextIOBase):
-    """A text file that keeps its last lines, and shows new lines among the recent ones. Any thread may write.
+    """A text file that keeps its last 1000 lines, and shows new lines among the recent lines. Any thread may write.
 
     Args:
         recent: receives each whole line.

@@ -1,8 +1,9 @@
 """A sweep at one moment, in plain values, for the terminal view, the summary and the JSON report.
 
 `SweepProgressTracker` (`cli/display/board.py`) makes a snapshot each time the display of `hydra-tune sweep` is drawn;
-`SweepMonitor` (`pool/views/live_snapshot.py`) does so for `HydraExecutor.live`. Neither the snapshots nor their readers
-hold a job, a task or a tensor.
+`SweepMonitor` (`pool/views/live_snapshot.py`) does so for `HydraExecutor.live`. `read_run_state`
+(`observe/event_log/run_state.py`) and `integrations/hydra_tune_optuna/study_reader.py` make a `TrialView` of a log or a
+study. Neither the snapshots nor their readers hold a job, a task or a tensor.
 """
 
 import math
@@ -128,8 +129,8 @@ class SweepView:
         num_planned: trials planned for the study; None: no limit.
         elapsed_seconds: since the sweep started.
         units_run: shard units run.
-        units_saved: shard units never run, because their trial was pruned.
-        scheduler_seconds: time spent on scheduling decisions.
+        units_saved: shard units never run, because their trial was pruned or cancelled.
+        scheduler_seconds: CPU time spent on scheduling decisions.
         study: the study's name in its storage; None before the study is open.
         error: reason for an early end of the sweep.
         warnings: warnings about the sweep itself.

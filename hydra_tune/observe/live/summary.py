@@ -2,7 +2,9 @@
 
 The functions read a plain `SweepView`, and print to a given console or return plain data. `cli/display/board.py`
 formats a line as each trial ends, and `cli/display/output.py` reports the whole sweep at the end; `pool/views/live.py`
-does both for `HydraExecutor.live`, except in notebooks.
+does both for `HydraExecutor.live`, except in notebooks. `cli/inspect/run_output.py` formats the trials of a log.
+
+Note: each field of `TrialView` and `DeviceView` becomes part of the JSON object, unless `_trial` or `_device` drops the field.
 """
 
 from collections import Counter

@@ -1,9 +1,10 @@
 """The live view of a sweep on a terminal.
 
 The view draws on the terminal's second screen: after a resize the next picture fills the whole screen, and leaving the
-screen restores the earlier content. The view calls a function for a plain `SweepView` on a thread of its own, and knows
-nothing of the data's origin. `SweepOutput` (`cli/display/output.py`) opens the view for a command's sweep, and
-`pool/views/live.py` for the block of `HydraExecutor.live`.
+screen restores the earlier content. The view calls a function for a plain `SweepView` on a thread of its own, and must
+know nothing of the data's origin. Nothing may be drawn after the screen is restored. `SweepOutput`
+(`cli/display/output.py`) opens the view for a command's sweep, and `pool/views/live.py` for the block of
+`HydraExecutor.live`.
 """
 
 from collections import deque

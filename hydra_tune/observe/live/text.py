@@ -1,7 +1,7 @@
 """Short texts of numbers and parameters, common to the live view, the lines and the tables.
 
-`screen.py`, `plain_lines.py` and `summary.py` format values here whenever they show a sweep; writers of JSON, such as
-`observe/event_log/line_format.py`, pass values through `plain` first.
+`screen.py`, `plain_lines.py`, `summary.py` and the `hydra-tune` commands format values here; writers of JSON, such as
+`observe/event_log/line_format.py`, pass values through `plain` first, and `observe/event_log/run_state.py` undoes `plain`.
 """
 
 import math

@@ -18,15 +18,18 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ViewRefreshTimer:
-    """Calls a function regularly, within half a per cent of this process's CPU time, until stopped.
+    """Calls a function regularly, mostly within half a per cent of this process's CPU time, until stopped.
 
-    The limit keeps the cost to training negligible, however large the view and however slow the machine. The function
-    is still called at least every 2.5 s.
+    The limit keeps the cost to training negligible, however large the view and however slow the machine. Where the limit
+    would delay a call longer, the call comes at the first look after 2.5 s.
 
     Args:
-        function: the function to call. An error ends the calls.
+        function: the function to call, on the timer's thread. An error ends the calls, and goes to the log.
         on_error: called after an error, on the same thread.
-        period_seconds: shortest time between calls.
+        period_seconds: shortest time between a call's end and the next call.
+
+    Attributes:
+        cpu_seconds: CPU time of the timer's thread up to the last call.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """Converts a run's log to a trace in Chrome's format, with rows for each device, the disk, and each trial.
 
-A device has a row of units and, below, rows of loads, spills and blocks from other devices. Background copies are apart
-from copies that a unit waited for. Overlapping copies get separate rows. `hydra-tune trace` (`cli/commands/trace.py`)
-calls `write_trace` once the figures are computed and any plot is drawn.
+A device has a row of units and, below, a row of updates on the host and rows of loads, spills and blocks from other
+devices. Background loads and spills are apart from copies that a unit waited for; background copies from other devices have no
+row. Overlapping copies get separate rows.
+`hydra-tune trace` (`cli/commands/trace.py`) calls `write_trace` once the figures are computed and any plot is drawn.
 """
 
 import heapq
@@ -62,8 +63,7 @@ def write_trace(log: RunLog, path: Path) -> None:
 def trace_events(log: RunLog) -> Iterator[dict[str, Any]]:
     """Iterate over the events of a run's trace."""
     yield named("process", "trials", _TRIALS)
-    # Below all devices and the disk.
-    # The devices have the places from 2 on, and the disk the place after them.
+    # Below all devices, which have the places from 2 on, and below the disk, which has the place after the devices.
     yield placed("process", len(log.budgets) + 3, _TRIALS)
     yield from _stories(log)
     for number, device in enumerate(log.budgets, start=_TRIALS + 1):

@@ -17,8 +17,8 @@ _PALETTE = (
     *("#774411", "#bb5566", "#332288", "#888888", "#99cc55", "#222222"),
 )
 _MANY_BARS = 3000  # above this number the edges of bars would hide the bars
-_PIXELS = 4000  # gaps narrower than this fraction of the picture are not shown
-_LABELS = 60  # bars narrower than this fraction of the picture have no label
+_PIXELS = 4000  # in a picture of many bars, gaps narrower than one in so many parts of the picture are not shown
+_LABELS = 60  # bars narrower than one in so many parts of the picture have no label
 
 
 class GanttBar(NamedTuple):
@@ -73,7 +73,7 @@ class GanttChart:
 
 
 def draw(chart: GanttChart, path: Path) -> None:
-    """Draw bars as a PNG: a row for each device, a colour for each job.
+    """Draw bars as a PNG: a row for each name in `rows`, a colour for each job (colours repeat after twelve jobs).
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Plots a run's log: for each device a lane of units, with lanes of loads and spills below.
+"""Plots a run's log: for each of the first 32 devices a lane of units, with lanes of loads and spills below.
 
 `hydra-tune trace` (`cli/commands/trace.py`) calls `plot_run` for `--plot`, after the figures and before the trace is
 written.

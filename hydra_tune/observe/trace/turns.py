@@ -1,8 +1,10 @@
 """Records the memory actions of a worker, action by action, while a run is recorded.
 
-`PoolRecorder` (`pool/runtime/recorder.py`) opens a `WorkerTurn` on the worker's thread for each command to run a unit;
-the pager notes its actions on the thread's turn. Without a recording there is no turn, and a note costs a single
-thread-local lookup.
+`PoolRecorder` (`pool/runtime/recorder.py`) opens a `WorkerTurn` on the worker's thread for each command to run a unit,
+and for each release of a job's memory. The pager (`memory/pager.py`), leases (`memory/lease.py`), the prefetcher
+(`memory/prefetch.py`) and releases (`memory/block_release.py`) note their actions on the thread's turn. Without a
+recording there is no turn, and a note costs a single thread-local lookup. `simulate/recorded/recording.py` and
+`simulate/recorded/script.py` read the turns. A turn must keep no block and no tensor alive.
 """
 
 import threading

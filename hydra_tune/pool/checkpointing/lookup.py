@@ -1,7 +1,8 @@
 """Search for existing checkpoints: the facts that a study needs before it resumes a trial.
 
-`HydraExecutor` (`executor.py`) looks a checkpoint up when a driver asks by name at the beginning of a search, and
-checks the path when a job is submitted with `resume_from`.
+`HydraExecutor` (`executor.py`) finds and removes checkpoints here when a driver asks by name, such as
+`integrations/hydra_tune_optuna/search/resume_study.py`, and checks the path when a job is submitted with `resume_from`
+or `warm_start`. The caller waits for pending writes first (`PoolCheckpointWriter.flush`); the functions here do not.
 """
 
 import logging

@@ -23,7 +23,7 @@ _NOT_BEGUN = ("queued", "preparing")
 
 
 class JobSaver(Protocol):
-    """Owner of jobs that can be saved; see `Pool`."""
+    """Owner of jobs that can be saved: a `Pool` or a `FusedPool`."""
 
     def ask_to_save(self, job: Job) -> "Future[Path]":
         """Request a checkpoint at the end of the job's present step."""

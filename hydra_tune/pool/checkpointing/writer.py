@@ -1,7 +1,8 @@
 """Checkpoints beside training: when a trial is saved, where to, and the writer thread.
 
-`pool/pool.py` and `pool/fusion/fused_pool.py` make a `TrialCheckpointer` for each submitted job, and `train/trial.py`
-calls the checkpointer between two steps of the trial.
+`pool/pool.py` and `pool/fusion/fused_pool.py` make a `TrialCheckpointer` for each submitted job, as the trial's keeper;
+`train/trial.py` and `train/own_loop/loop_trial.py` call the keeper between two steps of the trial. A driver's thread or a
+group's thread calls `answer` while the trial waits.
 
 Note: waiting. Between two steps, the thread that runs a trial copies the trial's state to a host buffer. Training goes
 on, and the writer thread writes the buffer to disk. A pool has a single buffer, so checkpoints take host memory for a
@@ -9,8 +10,12 @@ single trial at a time. While the buffer is in use, another due trial trains on 
 Only explicitly requested checkpoints and a trial's last state wait for the buffer. Where the host has no room for the
 buffer, the trial waits, and its state is written in place.
 
-Note: failures. A checkpoint that cannot be written is logged, earlier checkpoints stay whole, and training goes on. A
-trial with an object that no checkpoint can hold fails after the first step; the error names the object.
+Note: failures. A checkpoint that cannot be written is logged, earlier checkpoints stay whole, and training goes on. In
+a pool with a folder for checkpoints, a trial with an object that no checkpoint can hold fails after the first step; the
+error names the object.
+
+Note: the slot. The slot's holder alone touches the buffer. Each way out of a save gives the room, if any, and then the
+slot back, or the next save waits for ever. A folder is released (`leave`) only behind the trial's last write.
 """
 
 import logging
@@ -136,7 +141,7 @@ class PoolCheckpointWriter:
         Args:
             name: name of the trial.
             resumed: the folder that the trial continues from; reused if the folder lies directly in `root` and no
-                other trial holds it.
+                other trial of this pool holds the folder.
         """
         if self.root is None:
             return None
@@ -160,7 +165,7 @@ class PoolCheckpointWriter:
                 self._taken.discard(folder)
 
     def take_slot(self, *, waits: bool) -> bool:
-        """Take the exclusive right to write; return False if another trial holds the right."""
+        """Take the exclusive right to write; return False if another trial holds the right and `waits` is false."""
         return self._slot.acquire(blocking=waits)
 
     def give_slot_back(self) -> None:
@@ -368,12 +373,12 @@ class TrialCheckpointer:
             raise
 
     def answer(self, trial: SnapshotSource) -> None:
-        """Serve requests made while the trial waits at a report."""
+        """Serve requests now; the caller knows that the trial stands between two steps, and holds the trial's turn."""
         if self.is_asked:
             self.reached(trial, steps=self._steps, at_report=False, is_last=False)
 
     def _check(self, trial: SnapshotSource) -> None:
-        """Refuse, at the first step, a trial whose state cannot be saved later."""
+        """Refuse, at the first call, a trial with a folder whose state cannot be saved later."""
         if self._steps < 0 and self._folder is not None:
             trial.snapshot()
             self._steps = 0

@@ -2,15 +2,17 @@
 
 Only the device's own worker declares the loss, which guarantees that nothing runs on the device any more. A worker that
 meets the device's errors while it fetches a block asks the device's worker to check the device, and waits for the
-answer. Each worker (`pool/runtime/worker.py`) asks `DeviceLossHandler` about the error when a unit fails.
+answer, for a minute at most. Each worker (`pool/runtime/worker.py`) asks `DeviceLossHandler` about the error when a
+unit fails.
 
 Note: lost processes. In a process under a supervisor the loss of all devices ends the process, before any trial is
 told of the loss (`FaultRecovery.end_if_all_lost`), and all trials continue in the next process.
 
 Note: lost state. The host or the disk holds the bytes of every clean block. Trials with only clean blocks on the device
 continue elsewhere from where they are, including a trial whose unit had not begun to compute. No copy of a dirty block
-exists: the block's trial fails, and begins again from its last checkpoint (`pool/faults/retry.py`). The trial is
-marked as failed before the block is given up, so no unit computes with the host's outdated copy.
+exists: the block's trial fails, and begins again from its last checkpoint if `max_retries` allows
+(`pool/faults/retry.py`). The trial is marked as failed before the block is given up, so no unit computes with the
+host's outdated copy.
 """
 
 import logging
@@ -56,13 +58,13 @@ class DeviceLossHandler:
         self._faults = faults
 
     def is_here(self, device: str, error: BaseException) -> bool:
-        """Return whether an error comes from the loss of a worker's own device."""
+        """Return whether an error may come from a worker's own device, and the device is lost; waits for the device."""
         return may_be_the_devices(error) and found_lost(self._devices[device]) is not None
 
     def is_elsewhere(self, device: str, error: BaseException) -> bool:
         """Return whether an error comes from the loss of another device.
 
-        Waits until that device's worker has declared the loss.
+        Waits until that device's worker has declared the loss, for a minute at most.
         """
         if not may_be_the_devices(error):
             return False

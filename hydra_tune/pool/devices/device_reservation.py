@@ -30,7 +30,7 @@ _PATIENCE_SECONDS = 60.0  # for running units to end; a unit may hang in a data 
 class DeviceUseLock:
     """Grants a device either to its worker's units or to a borrower; a waiting borrower goes first.
 
-    Several units may hold the turn together, because a device whose unit hangs in a data loader gets a second worker.
+    Several units may hold the turn together, because a device whose unit hangs in a data loader gets a second thread.
     """
 
     def __init__(self) -> None:
@@ -98,12 +98,12 @@ class DeviceReservations:
         self._turns: dict[str, DeviceUseLock] = {}
 
     def turn(self, name: str) -> DeviceUseLock:
-        """Return the turn of a device, made on first use, before the device's worker begins. Under the pool's lock."""
+        """Return the turn of a device, made on first use; on any thread. The turn outlives a removal of the device."""
         return self._turns.setdefault(name, DeviceUseLock())
 
     @property
     def stands(self) -> tuple[ProfilingDevice, ...]:
-        """Places for profiling steps: for each kind of device, the device with the least memory."""
+        """Places for profiling steps: for each kind of GPU, the GPU with the least memory; without GPUs, the host."""
         away, named_devices = self._away(), list(self._devices.items())  # a copy: other threads may add devices
         kinds: dict[str, Device] = {}
         # The smallest device of each kind comes first, and stays.

@@ -1,7 +1,7 @@
 """Admission of a job's state to host memory, and to the disk beyond.
 
 `JobPreparer` (`pool/runtime/preparer.py`) waits for `has_room` once a job's model is built and cut, before the job's
-first unit.
+first unit; `Pool.stats` (`pool/pool.py`) calls `disk_stats`.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from hydra_tune.quantities import format_bytes, format_bytes_up
 
 
 def has_room(record: JobState, others: Iterable[JobState], host_bytes: int, host: HostTier | None) -> bool:
-    """Grant a job its host memory if there is room beside the other jobs.
+    """Grant a job its host memory if there is room beside the other jobs. Under the pool's lock.
 
     False: there will be room once some of the other jobs have ended.
 

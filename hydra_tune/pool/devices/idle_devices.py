@@ -1,7 +1,8 @@
 """`PoolDeviceLender`: offers a job other idle devices and host memory, for running batches side by side.
 
 `JobPreparer` (`pool/runtime/preparer.py`) gives each trial a `JobDeviceLender`, and the trial asks for devices before
-each optimizer step (`train/parallel/pool_offers.py`).
+each optimizer step of several batches (`train/parallel/pool_offers.py`). An offer reserves no device: the scheduler alone
+gives devices to units. `Pool` (`pool/pool.py`) reads `steps_by_way` for the statistics.
 """
 
 import threading
@@ -46,7 +47,7 @@ class PoolDeviceLender:
         self._changed = changed
 
     def offer(self, record: JobState) -> DeviceOffer | None:
-        """Return the devices available to a running job; None if the job is over, or no other device is idle."""
+        """Return the devices available to a job; None if the job is over, runs no unit now, or no other device is idle."""
         with self._changed:
             # A device whose unit of the previous step has just ended may not have reported the end yet; such a device
             # still counts as the job's own.

@@ -1,9 +1,10 @@
 """Corrects a GPU's ledger by the memory that GPU libraries really take.
 
 The budget is chosen before any unit has run, with an estimate for the libraries. `Worker` (`pool/runtime/worker.py`)
-measures the first unit of each kind of each trial, since each such unit may be the first to use a kernel. If the
-libraries take more than estimated, the device holds fewer blocks. Plans stay as they are, and a unit that needs the
-whole budget for itself may still have it. If the libraries take less, the rest is room for other trials' state.
+measures the first unit of each kind and shard of each trial, since each such unit may be the first to use a kernel. On
+CPU devices, and where several devices share a GPU, nothing is measured. If the libraries take more than estimated, the
+device holds fewer blocks. Plans stay as they are, and a unit that needs the whole budget for itself may still have it.
+If the libraries take less, the rest is room for other trials' state.
 """
 
 import logging
@@ -37,7 +38,7 @@ class LedgerFitter:
         The unit has to be complete on the device at the end of the context. A failed unit is ignored.
 
         Args:
-            unit: key that is equal for units that run the same code.
+            unit: key that is equal for units of a job that run the same code.
         """
         memory = None if unit in self._seen else self._device.unit_memory()
         if memory is None:

@@ -3,7 +3,8 @@
 The prediction uses the pool's own scheduler and events, and questions are answered under the pool's lock. While
 everything fits and no block comes over a link from another device, no worker asks, and a decision costs only the note
 of the jobs concerned. `Worker` (`pool/runtime/worker.py`) passes the question to a `BlockPrefetcher`, which asks as the
-unit's compute begins; a rehearsal (`pool/dry_run/executor.py`) does likewise.
+unit's compute begins; a rehearsal (`pool/dry_run/executor.py`) does likewise. `JobDispatcher`
+(`pool/runtime/dispatcher.py`) notes each decision here. A wrong prediction costs a copy, and changes no number of a trial.
 """
 
 import threading
@@ -66,7 +67,7 @@ class NextUnitPredictor:
         scheduler: scheduler of the pool.
         devices: names of the devices.
         records: live jobs of the pool, by key.
-        lock: lock of the pool; the caller of `decided` holds the lock.
+        lock: lock of the pool; the caller of `decided`, `added` or `lost` holds the lock, and `needs` takes the lock.
 
     Attributes:
         seconds: CPU seconds spent on predictions.

@@ -1,7 +1,7 @@
 """Utilization of the devices: over the last seconds during a sweep, and overall at the end of the sweep.
 
 `SweepProgressTracker` (`cli/display/board.py`) and `SweepMonitor` (`pool/views/live_snapshot.py`) compute a sweep's
-devices here for each snapshot.
+devices here for each snapshot. The statistics come from `Pool.stats` (`pool/pool.py`).
 """
 
 from collections import deque

@@ -4,6 +4,9 @@ Scheduler, pagers, prefetch and steps are the same code as in a run. The devices
 and copies take their measured times (`train/timing/step_timing.py`), so a unit waits for the same copies as in a run.
 Without measured times, a unit takes its pilot's estimate, and a copy beside a unit ends with the unit. `report.py` runs
 a `PoolRehearsal` once the plans of all forecast tasks are made.
+
+Note: `_tell`, `_shard_moves` and `_RehearsedTrial` repeat the order of `JobDispatcher` (`pool/runtime/dispatcher.py`), so
+a change there needs the same change here. One thread runs the rehearsal.
 """
 
 import heapq
@@ -110,7 +113,7 @@ class _RehearsedTrial:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the trial will want a further unit."""
+        """Return True: a trial without a further unit is recognized by the lack of a due unit."""
         return True
 
     @property

@@ -1,7 +1,8 @@
 """Forecast of fusion before training: which tasks can form a group, and the gain in time per step.
 
-`report.py` asks the pool's `FusionForecaster` about each task as soon as the task's plan is made;
-`cli/dry_run/plan_table.py` prints the forecasts for `hydra-tune plan`.
+`Pool` (`pool/pool.py`) keeps one `FusionForecaster`; `report.py` asks about each task as soon as the task's plan is made,
+and `cli/dry_run/plan_table.py` prints the forecasts for `hydra-tune plan`. A forecast must never fail a plan: errors
+become the reasons of the forecast.
 """
 
 import logging

@@ -5,6 +5,9 @@ Each task's model is built, captured, cut and checked as in the pool, and some s
 (`train/timing/fake_trial.py`), and the forecast counts the bytes moved and taken. `Pool.plan` (`pool/pool.py`) makes
 the forecast when a program calls `HydraExecutor.plan`; `cli/dry_run/planning.py` asks for a forecast of each
 configuration of `hydra-tune plan`.
+
+Note: a forecast runs on one thread of its own with one intra-op thread, like a worker's, and must leave the caller's
+torch settings and the state of the tasks' Python as found (`Pool.plan`).
 """
 
 import statistics
@@ -71,7 +74,8 @@ class TrialForecast:
         architecture: equal numbers stand for equal models and steps, widths and depths included, among all tasks
             planned by the pool; None where equality cannot be told.
         step_seconds: mean seconds from the end of an optimizer step to the end of the next step of the task, beside the
-            other tasks and with all overheads of the pool. 0 where unknown: on an unchecked plan, or on a GPU.
+            other tasks and with all overheads of the pool. 0 where unknown: on an unchecked plan, on
+            a GPU, or where the data has no whole step.
         is_checked: whether the plan has been compared with a step of the model, as for every plan before training;
             False where the model or the step is too large.
         split_batches: number of pieces of each batch.
@@ -198,7 +202,8 @@ def forecast(
         architectures: numbers of the known architectures; new architectures are added.
         known: forecasts of lone tasks; new forecasts are added.
         fusion_of: returns the possible fused groups of a task.
-        devices: devices of the run; nothing is computed on the devices.
+        devices: devices of the run. The rehearsal computes nothing; timed steps run on a new CPU device like the first,
+            and timed groups on the first device.
         policy: policy of the pool; the arguments below are the pool's, too.
         max_concurrent: number of trials admitted at the same time.
         admission: order of admission.

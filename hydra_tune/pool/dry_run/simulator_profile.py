@@ -1,7 +1,7 @@
 """Profiles of tasks for the simulator, from their plans alone and without training.
 
 `Pool.profile` (`pool/pool.py`) makes the profile when a program calls `HydraExecutor.profile`; `hydra-tune simulate`
-reads such profiles.
+reads such profiles. One thread, made for the call, builds the models, like the pool's preparer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,7 +81,7 @@ def _planned_trial(
 
 
 def _units(plan: ShardPlan, times: UnitTimes, parts: int, together: int) -> Iterator[dict[str, Any]]:
-    """Yield F0 .. F(K-2), B(K-1) .. B0, each `together` times; an update is part of its shard's last backward."""
+    """Yield F0 .. F(K-2), B(K-1) .. B0, each `together` times, for all parts; each shard's last B includes the update."""
     last = len(plan.shards) - 1
     for first in range(0, parts, together):
         for index in range(last):

@@ -1,4 +1,4 @@
-"""Profiles of steps, as they would be planned on a device of the pool; each kind of trial is profiled once.
+"""Profiles of steps, as planned on a device of the pool; each kind and number of trials is profiled once.
 
 `fusion_report.py` profiles the step of a task once the task's plan is made, if `HydraExecutor.plan` is asked for a
 profile.

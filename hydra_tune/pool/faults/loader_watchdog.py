@@ -2,13 +2,15 @@
 
 `Pool` (`pool/pool.py`) runs a `LoaderWatchdog` on a thread of its own, from the pool's start to the shutdown.
 
-Note: three steps. A trial that waits longer than a moment for a batch leaves its device to other trials. The trial's
-thread keeps waiting, and the device gets a new worker (for first batches, the pool gets a new preparer). When the batch
-arrives, the trial continues wherever there is room. After `warning_seconds`, a warning names the loader and the line
-where it hangs; the warning is repeated whenever the wait has doubled. After `timeout_seconds`, the trial fails: the
-watch interrupts the loader and, if the loader does not return a moment later, abandons its thread
-(`train/data/loader_clock.py`). For a trial that is already over, for example pruned, the watch gives up at the time of
-the warning.
+Note: three steps. A trial that waits longer than a second for a batch leaves its device to other trials, except in a
+recorded run. The trial's thread keeps waiting, and the device gets a new worker thread (for first batches, the pool
+gets a new preparer thread). When the batch arrives, the trial continues wherever there is room. After
+`warning_seconds`, a warning names the loader and the line where it hangs; the warning is repeated whenever the wait has
+doubled. After `timeout_seconds`, the trial fails: the watch interrupts the loader and, if the loader does not return a
+moment later, abandons its thread (`train/data/loader_clock.py`). For a trial that is already over, for example pruned,
+the watch gives up at the time of the warning.
+
+A member of a fused group keeps the group's device: `MemberLoaders` (`pool/fusion/group_loaders.py`) shows such members.
 
 A loader without worker processes draws in this process, inside the gate of captures (`shard/capture/capture_lock.py`).
 A capture waits for such a loader, and computations behind the capture wait too, until the watch gives up on the loader.

@@ -3,8 +3,9 @@
 A lost device, an unreadable or unwritable spill file, and a killed worker process of a data loader say nothing about
 the trial that they hit. The trial continues from its last checkpoint, or begins from scratch without a checkpoint, at
 most `max_retries` times. The results are bitwise equal either way. An error of the trial's own code is never retried.
-`JobDispatcher` (`pool/runtime/dispatcher.py`) asks `FaultRecovery` at the end of each job;
-`pool/fusion/group_completion.py` decides likewise at the end of each carrier or member of a fused group.
+`JobDispatcher` (`pool/runtime/dispatcher.py`) asks `FaultRecovery` at the end of each job, before the job's keeper is
+closed; `pool/fusion/group_completion.py` decides likewise at the end of each carrier or member of a fused group.
+Workers and `DeviceLossHandler` (`pool/devices/device_failure.py`) ask `found_lost` and `may_be_the_devices`.
 """
 
 import contextlib

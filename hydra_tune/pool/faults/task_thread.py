@@ -1,7 +1,8 @@
 """A background thread for calls that other threads have no time for, or must not make under a lock.
 
-`FusedJobTable` (`pool/fusion/job_table.py`) keeps two queues: `building` for a job that joins a running group or for a
-plan of another group size, and `timer` for a call into the pool that has to wait or must not hold the lock.
+`FusedJobTable` (`pool/fusion/job_table.py`) keeps two queues: `building` for a job that joins a running group, for a plan
+of another group size or for timing smaller groups, and `timer` for a call into the pool that has to wait or must not
+hold the lock. An error of a call goes to the log, and the queue goes on.
 """
 
 import heapq

@@ -1,7 +1,11 @@
 """A job of a `FusedPool`, with its carrier, its trial, and its slot in a fused group.
 
 `FusedPool.submit` (`fused_pool.py`) makes a `FusedJob` for each task; the other modules here keep the state of the
-job's fusion in the `FusedJob` until the job is over.
+job's fusion in the `FusedJob` until the job is over. `GroupJobLauncher` (`group_jobs.py`) gives each carrier a
+`GroupJobEventStream`.
+
+Note: the flags change under the pool's lock; a trial is built and compared without the lock. An event may arrive under
+the pool's lock, so a listener passes calls into the pool to another thread.
 """
 
 from collections.abc import Callable, Hashable
@@ -32,7 +36,7 @@ class FusedJob:
         ticket: identifies the latest carrier; a carrier with an older ticket runs nothing.
         stop: the end requested by the driver, if any.
         trial: the job's own trial, once built.
-        key: the fusion key, once known.
+        key: the fusion key, once known; for a trial that cannot be fused, an object equal to no key.
         why_apart: reason for which the latest comparison with a job of the same key has failed; "" if none has.
         seat: the job's present or former slot in a group; None before the first slot.
         is_seated: whether the job holds the slot now.
@@ -121,7 +125,7 @@ class FusedJob:
         return self.seat
 
     def result(self, result: Result) -> Result:
-        """Complete the carrier's result with the figures of the job's own trial."""
+        """Complete the carrier's result with the figures of the job's own trial, and close the job's keeper."""
         member = self.trial
         if member is not None and self.seat is not None:
             planned_units = member.units_planned

@@ -1,9 +1,13 @@
 """Horizontal fusion in a pool: jobs with compatible trials run as a fused group.
 
 `FusedPool` wraps a `Pool`: with fusion, `HydraExecutor` (`hydra_tune/executor.py`) submits every job here, and each
-`Job` (`pool/job.py`) passes the driver's later requests on to `FusedPool`. `group_jobs.py` submits carrier jobs to the
-pool, `group_matcher.py` finds trials for a group, `live_group.py` manages a running group, and `group_completion.py`
-turns the ends of carriers and members into the ends of jobs.
+`Job` (`pool/job.py`) passes the driver's later requests on to `FusedPool`. `ExecutorSettings.open_pool`
+(`pool/runtime/settings.py`) makes the `FusedPool`. `group_jobs.py` submits carrier jobs to the pool, `group_matcher.py`
+finds trials for a group, `live_group.py` manages a running group, and `group_completion.py` turns the ends of carriers
+and members into the ends of jobs.
+
+Note: two kinds of jobs. A driver's job never enters the scheduler; the job's carrier does. Requests of drivers reach a
+member through marks in the member's `FusedJob` and `GroupSlot`, and the pool through the carrier.
 """
 
 from collections.abc import Mapping
@@ -71,7 +75,7 @@ class FusedPool:
         saved_as: str | None = None,
         max_retries: int = 0,
     ) -> Job:
-        """Queue a task; as `Pool.submit`. The most members of a group that the job forms are `fusion_size`."""
+        """Queue a task, as `Pool.submit` does; a group that the job forms has at most `fusion_size` members."""
         saving, origin = self._pool.checkpoints, origin or StartCheckpointSource()
         with self._pool.changed:
             number, self._numbers = self._numbers, self._numbers + 1

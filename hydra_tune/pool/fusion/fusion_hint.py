@@ -1,7 +1,7 @@
 """`FusionAdvisor`: suggests fusion, once, where trials are short, alike and run one by one.
 
 `Worker` (`pool/runtime/worker.py`) shows a trial to the pool's `FusionAdvisor` after each unit, if the executor has
-`fusion="off"`.
+`fusion="off"`, until the advisor is over. The advisor must keep no trial and no model alive.
 """
 
 import logging
@@ -19,7 +19,9 @@ _LOGGER = logging.getLogger(__name__)
 _MOST_STEP_SECONDS = 2e-3  # in shorter steps, overhead around the operators dominates
 _LEAST_STEPS = 20  # of a trial, before its step time is reliable
 _LEAST_TRIALS = 4
-_LEAST_SECONDS = 4.0  # of all trials' steps: of much less work, "auto" times no groups (`group_size_policy.py`)
+_LEAST_SECONDS = (
+    4.0  # of all trials' steps: of much less work, "auto" times no groups (`fusion/matching/group_size_policy.py`)
+)
 
 
 class FusionAdvisor:

@@ -2,7 +2,11 @@
 
 A job ends with its carrier or slot, begins again after a fault of the system, or continues in a smaller group after
 memory has run out. A carrier's event stream (`fused_job.py`) calls `GroupEndHandler` at each report and at the
-carrier's end; `LiveGroup` (`live_group.py`) does so when a member ends or leaves.
+carrier's end; `LiveGroup` (`live_group.py`) does so when a member ends or leaves. `GroupJobLauncher` (`group_jobs.py`)
+owns the handler.
+
+Note: reports arrive under the pool's lock, ends mostly without. So calls into the pool, and new carriers, go through the
+`timer` thread of `FusedJobTable`. A job of an ended group either ends or gets a new carrier, never both.
 """
 
 import logging

@@ -3,10 +3,10 @@
 `FusedPool` (`fused_pool.py`) asks `GroupJobLauncher` for a carrier at each submission; the preparer
 (`pool/runtime/preparer.py`) calls `make` once the carrier is admitted.
 
-Note: carriers. For each submitted job, `FusedPool` gives the pool a job of its own, the carrier. A carrier in preparation
-collects all waiting jobs with the same fusion key, stops the carriers of those jobs, and runs the group. A carrier that
-finds no other job, or whose trial cannot be fused, runs its own job's trial. The end of a carrier is passed on to the
-jobs that it carries (`group_completion.py`).
+Note: carriers. For each submitted job, `GroupJobLauncher` gives the pool a job of its own, the carrier. A carrier in
+preparation collects waiting jobs with the same fusion key, as many as a group may have, stops the carriers of those
+jobs, and runs the group. A carrier that finds no other job, or whose trial cannot be fused, runs its own job's trial.
+The end of a carrier is passed on to the jobs that it carries (`group_completion.py`).
 
 Note: late joiners. While a group has room, a job with the group's key needs no carrier. The trial is built and begun
 beside the group, on the preparer's thread or a thread of `FusedJobTable`, and joins the group between two steps
@@ -97,7 +97,7 @@ class GroupJobLauncher:
 
     def carry(self, entry: FusedJob) -> None:
         """Submit a carrier for a job."""
-        # An earlier carrier of the job that is still in preparation now finds an old ticket, and runs nothing.
+        # An earlier carrier of the job, still in preparation, now finds an old ticket, and runs nothing.
         with self._table.pool.changed:
             ticket = entry.ticket = object()
         carrier = self._table.pool.submit(

@@ -1,7 +1,7 @@
 """Members of a `FusedPool` with stalled data loaders: `LoaderWatchdog` finds the members here, and gives them up.
 
 `LoaderWatchdog` (`pool/faults/loader_watchdog.py`) asks `MemberLoaders` for the drawing members at each look, several
-times a second.
+times a second; `FusedPool` (`fused_pool.py`) gives the watch a `MemberLoaders`.
 
 Note: where members draw. A job in preparation draws its first batch on the preparer's thread, and is watched like any
 trial in preparation. A joiner draws on the `building` thread, which is replaced if the loader never returns. A member

@@ -3,6 +3,10 @@
 `GroupJobLauncher` (`group_jobs.py`) asks which waiting jobs join a carrier's job in a new group, when the carrier is
 prepared, and whether a job may join a running group, when a group has room. The module must not run a group:
 `GroupJobLauncher` makes the group's trial of the jobs found here.
+
+Note: a trial is built and compared without the pool's lock, on the preparer's thread or the `building` thread, so each
+job's flags are checked again under the lock afterwards. A taken job that no group uses must be put back (`_leave`), or
+the job never runs.
 """
 
 import logging
@@ -94,7 +98,7 @@ class GroupMatcher:
             member.discard()
 
     def fusable(self, entry: FusedJob, member: MemberTrial) -> tuple[int, MemberBatchRequest]:
-        """Return how many trials of the same kind fit a device, and the trial's first batch.
+        """Return how many trials of the same kind a group may have on a device, and the trial's first batch.
 
         Raises:
             UnfusableError: the trial cannot be fused.

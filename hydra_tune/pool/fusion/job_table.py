@@ -1,9 +1,11 @@
 """Table of a `FusedPool`: the jobs that are not over, and the running groups.
 
 `FusedPool` (`fused_pool.py`) enters each job at the submission, `GroupJobLauncher` (`group_jobs.py`) enters each group
-that forms, and `GroupEndHandler` (`group_completion.py`) removes jobs and groups that end.
+that forms, and `GroupEndHandler` (`group_completion.py`) removes jobs and groups that end. `GroupMatcher`
+(`group_matcher.py`) looks for jobs here, and `MemberLoaders` (`group_loaders.py`) for members that draw.
 
-Note: the table uses the pool's lock. Calls into the pool in reaction to an event are made without the lock.
+Note: the table uses the pool's lock. Calls into the pool in reaction to an event are made without the lock, on the
+`timer` thread. Only `FusedJobTable.over` ends a job, without the lock, because a close runs users' code.
 """
 
 from collections.abc import Hashable
@@ -19,7 +21,7 @@ from hydra_tune.train.data.loader_clock import LoaderInterrupt
 
 @dataclass(frozen=True, slots=True)
 class GroupSizeLimit:
-    """The largest number of members for a kind of trial, with the reason."""
+    """The largest number of members for a kind of trial, with the reason; at most 1: trials of the kind run alone."""
 
     most: int
     why: str
@@ -33,9 +35,9 @@ class FusedJobTable:
 
     Attributes:
         entries: the jobs by key, in the order of submission.
-        groups: groups by their carrier's key.
+        groups: running groups by their carrier's key.
         limits: limits of later groups by fusion key, where larger groups have ended before their members.
-        building: thread that builds members and plans beside the pool's preparer.
+        building: thread that builds joiners and plans, and times smaller groups, beside the pool's preparer.
         timer: thread for calls into the pool that must not be made under the lock, now or later.
     """
 

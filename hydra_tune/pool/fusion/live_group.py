@@ -1,8 +1,12 @@
 """A running group in a pool: its members, joiners, and leavers.
 
-Drivers' requests arrive on any thread and only mark slots and entries. The group's trial asks its `GroupDelegate`, the
-`LiveGroup`, between two steps for joiners, and reports members that have ended or left. `GroupJobLauncher`
-(`group_jobs.py`) makes a `LiveGroup` when a carrier in preparation has found the members.
+Drivers' requests arrive on any thread, and only mark slots and entries and wake a waiting group. The group's trial asks
+its `GroupDelegate`, the `LiveGroup`, between two steps for joiners, and reports members that have ended or left; a pair
+of groups does so through a `PairSide` (`fusion/runtime/pair_side.py`). `GroupJobLauncher` (`group_jobs.py`) makes a
+`LiveGroup` when a carrier in preparation has found the members.
+
+Note: `entries` and `arrivals` change under the pool's lock. Methods of `GroupDelegate` run on the thread that advances
+the group, which must not wait for the `building` or `timer` thread.
 """
 
 import logging
@@ -117,7 +121,7 @@ class LiveGroup:
         return max(size // 2, fitting)
 
     def has_room(self, *, grows: bool) -> bool:
-        """Return whether another member may join, in a vacant slot or, if `grows`, a new one. Under the pool's lock."""
+        """Return whether another member may join, in a vacant slot or, if `grows`, a new slot. Under the pool's lock."""
         if self.is_over or not hasattr(self, "trial"):
             return False
         places = self.most if grows else len(self.trial.seats)

@@ -1,7 +1,8 @@
 """The budget for cutting models, from a pool's devices and options.
 
 `ExecutorSettings.open_pool` (`settings.py`) makes the budget when the pool starts; `PlanLibrary`
-(`shard/partition/plan_cache.py`) cuts each model of the pool by the budget.
+(`shard/partition/plan_cache.py`) cuts each model of the pool by the budget. One budget serves all devices, so each number
+suits the smallest or strictest device.
 """
 
 import functools
@@ -65,7 +66,7 @@ def budget_of(
 
 
 def _speeds(devices: Sequence[Device], *, is_host: bool) -> MachineSpeeds:
-    """Measure the speeds for choosing the placement of updates."""
+    """Measure the speeds for choosing the placement of updates; takes time, so at the first question only."""
     return MachineSpeeds(
         link=measured_link(devices[0]),
         dram_bytes_per_second=dram_bandwidth(),

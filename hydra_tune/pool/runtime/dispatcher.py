@@ -1,11 +1,14 @@
 """The dispatcher of a pool: feeds the scheduler with events, carries out the commands, and ends jobs.
 
 `Pool` (`pool/pool.py`) hands events to the state machine here at a driver's request, `Worker` (`worker.py`) after a
-unit, and `JobPreparer` (`preparer.py`) when a job is ready, all under a single lock. The dispatcher passes the
-resulting commands on: units go to the workers' inboxes, admitted jobs to the preparer's queue.
+unit, `JobPreparer` (`preparer.py`) when a job is ready, `LoaderWatchdog` (`pool/faults/loader_watchdog.py`) when a job
+waits for data, and `DeviceLossHandler` (`pool/devices/device_failure.py`) when a device is lost: all under a single
+lock. The dispatcher passes the resulting commands on: units go to the workers' inboxes, admitted jobs to the preparer's
+queue.
 
-The memory of an ended job is given back after the lock is released, because closing a trial copies weights and runs the
-user's code. The dispatcher does not know how a unit runs or how a model is prepared.
+Note: order. The memory of an ended job is given back after the lock is released (`release_all`), because closing a trial
+copies weights and runs the user's code. A block's lock may be held on entry to `moved` only, which therefore takes no
+lock. The dispatcher must not know how a unit runs or how a model is prepared.
 """
 
 import contextlib
@@ -69,14 +72,15 @@ class JobDispatcher:
         faults: decides which failed jobs begin again; None: no job begins again.
 
     Attributes:
-        changed: lock of all state here; notified when a job ends or memory is given back.
+        changed: lock of all state here; notified when a job ends, stops or begins again, and when memory is given back.
         records: records of the jobs that are not over, by key.
         next_units: predicts a device's next units; None without prefetch.
         inboxes: queue of units by device; None ends the worker, `PROBE` makes the worker check the device.
         to_prepare: admitted jobs; None ends the preparer.
         leaving: devices that leave the pool after their running unit.
-        gone: devices that have left; shards recorded there are on the way to the host.
-        is_closed: whether the pool refuses new jobs.
+        gone: devices that have left or are lost; a shard recorded there counts as on no device.
+        given_up: lost devices that hold no block any more.
+        is_closed: whether the pool refuses new jobs: since a shutdown or a breakdown.
         error: the error that broke the pool down.
         abandoned: jobs that were live at the breakdown; their memory is given back at shutdown.
         failing: threads ending jobs whose bytes could not be kept.
@@ -267,14 +271,14 @@ class JobDispatcher:
                 self._to_release.append(record)
 
     def tell_of(self, record: JobState, report: PendingReport) -> None:
-        """Announce a report to the job's driver; under the lock, before the job can be over."""
+        """Announce a report to the job's driver, once; under the lock, before the job can be over."""
         if record.job.events is not None and record.told_of.tell(report):
             record.job.events.put(Reported(record.job, report.step, report.metrics))
 
     # Ends.
 
     def stop_completed(self, record: JobState) -> None:
-        """End a job that has no further unit, together with the unit finishing now."""
+        """End a job that has no further unit, just before the caller reports the end of the last unit or of the preparation."""
         with self.changed:
             if record.outcome is None:
                 assert record.trial is not None
@@ -479,7 +483,7 @@ class JobDispatcher:
             self._faults.end_if_all_lost()
 
     def break_down(self, error: BaseException) -> None:
-        """Fail all jobs and refuse new jobs."""
+        """Fail all jobs and refuse new jobs; on any thread, perhaps under the lock (`decide`)."""
         self._end_if_all_lost()
         with self.changed:
             self.is_closed = True

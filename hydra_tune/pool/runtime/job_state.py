@@ -1,9 +1,14 @@
 """The pool's private record of a job until the job is over: trial, due units, outcome and result.
 
-`Pool.submit` (`pool/pool.py`) makes a `JobState` as the counterpart of the public `Job`. The scheduler refers to the
-job by `JobState.key`. A device's worker (`worker.py`) takes a due unit from the record, runs the unit, and asks
-`JobState.go_on` for the next step. When the job ends, the dispatcher (`dispatcher.py`) calls `JobState.finish`, and the
-record frees the trial's memory and returns a `Result`.
+`Pool.submit` (`pool/pool.py`) makes a `JobState` as the counterpart of the public `Job`, and `JobDispatcher`
+(`dispatcher.py`) makes another, with another key, for a job that begins again. The scheduler refers to the job by
+`JobState.key`. The preparer (`preparer.py`) sets the trial. A device's worker (`worker.py`) takes a due unit from the
+record, runs the unit, and asks `JobState.go_on` for the next step. When the job ends, the dispatcher calls
+`JobState.finish`, and the record frees the trial's memory and returns a `Result`.
+
+Note: locks. `outcome`, `pending` and the other facts for the scheduler change under the pool's lock or on the only
+thread that advances the trial. A thread that advances or saves the trial holds `turn`; a thread with the pool's lock
+must not wait for `turn`, whose holder may be in users' code.
 """
 
 import contextlib
@@ -103,16 +108,16 @@ class JobState:
 
     Attributes:
         tenant: the job's identity in the accounting of host memory.
-        trial: the trial, from preparation on; only a single thread at a time touches the trial.
+        trial: the trial, from preparation on; one thread at a time advances the trial, and others only read its figures.
         pending: the next unit, where exactly one unit is due.
         spread: batches running side by side, while there are any.
         beside: due units of `spread`, by rank.
-        outcome: how the job ends; set once, under the pool's lock.
+        outcome: how the job ends; set under the pool's lock, and kept, except that an error replaces "completed".
         error: the reason of a failure.
         host_bytes: host memory granted to the job in bytes, or host memory and disk together.
         lent_bytes: the part of `host_bytes` granted for batches side by side.
         shared: files whose host memory the job shares with others, with their bytes; not part of `host_bytes`.
-        is_released: whether the scheduler has forgotten the job.
+        is_released: whether the scheduler has given the job's `Release`, and so has forgotten the job.
         told_of: the last report announced to the driver.
         priority: the job's priority in the scheduler.
         staggered: whether the scheduler took the job as staggered.

@@ -1,6 +1,8 @@
 """Checks of the options of `HydraExecutor`; every error names the option.
 
-`ExecutorSettings` (`settings.py`) runs the checks when a `HydraExecutor` is made, before any device is opened.
+`ExecutorSettings` (`settings.py`) runs the checks when a `HydraExecutor` is made, before any device is opened; only
+`check_compiler_acts` waits for the devices, in `ExecutorSettings.open_pool`. `HydraExecutor` (`hydra_tune/executor.py`)
+checks its own arguments with `check_count`, `check_flag` and `members_of_group`.
 """
 
 from collections.abc import Sequence
@@ -79,7 +81,11 @@ def check_planner(planner: object) -> None:
 
 
 def checked_backend(name: str, backend: str | None) -> str | None:
-    """Check and return the name of a backend of `torch.compile`, or None."""
+    """Check and return the name of a backend of `torch.compile`, or None.
+
+    Raises:
+        ConfigError: torch has no such backend.
+    """
     if backend is None:
         return None
     backends = torch.compiler.list_backends(exclude_tags=())

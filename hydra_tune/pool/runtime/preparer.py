@@ -1,8 +1,12 @@
 """The preparer: a thread that builds, captures and cuts the models of admitted jobs, in sequence.
 
-If a job's loader delivers no first batch, the thread stays with the job, and a new preparer takes the following jobs
-(`pool/faults/loader_watchdog.py`). `Pool` (`pool/pool.py`) starts the thread; `JobDispatcher` (`dispatcher.py`) queues
-a job for the thread when the scheduler admits the job.
+If a job's loader delivers no first batch, the thread stays with the job, and a new thread takes the following jobs
+(`pool/faults/loader_watchdog.py`). `Pool` (`pool/pool.py`) makes the `JobPreparer` and starts its thread; `JobDispatcher`
+(`dispatcher.py`) queues a job for the thread when the scheduler admits the job.
+
+Note: order. The thread waits for host memory with the job at hand, so host memory is granted in the order of admission,
+apart from jobs whose loader is slow.
+Each job taken from the queue ends in exactly one `JobAdmitted` or `JobRejected`, or is abandoned by the loader watch.
 """
 
 import threading

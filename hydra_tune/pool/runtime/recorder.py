@@ -1,7 +1,8 @@
 """`PoolRecorder`: records the events, decisions and units of a running pool, for `hydra_tune.simulate.recorded.recording`.
 
 `JobDispatcher` (`dispatcher.py`) records each decision, and `Worker` (`worker.py`) each unit, if the executor has
-`record=True`; `Pool.recording` (`pool/pool.py`) returns the recording on request.
+`record=True`; `Pool.recording` (`pool/pool.py`) returns the recording on request. A recording keeps numbers and names
+only, and must keep no tensor alive.
 """
 
 from collections.abc import Iterator, Sequence

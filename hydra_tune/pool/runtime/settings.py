@@ -1,7 +1,7 @@
 """`ExecutorSettings`: the checked options of an executor, and the start of a pool from these options.
 
 `HydraExecutor` (`hydra_tune/executor.py`) makes the settings when the executor is made, and calls `open_pool` at the
-first use.
+first use. Making the settings opens no device, locks no folder and starts no thread; `open_pool` does.
 """
 
 import os

@@ -3,9 +3,13 @@
 A backward's update runs along with the backward, without a decision of the scheduler. During a unit's compute the
 worker prefetches blocks of the predicted next unit.
 
-`Pool` (`pool/pool.py`) starts one `Worker` for each device, when the pool starts or when the device is added. The
-module must not choose units or know how a unit computes: the scheduler chooses, and the unit runs itself under the
-worker's pager.
+`Pool` (`pool/pool.py`) makes one `Worker` for each device, when the pool starts or when the device is added, and starts
+the worker's thread. The module must not choose units or know how a unit computes: the scheduler chooses, and the unit
+runs itself under the worker's pager.
+
+Note: threads. While a trial waits for its loader, `LoaderWatchdog` (`pool/faults/loader_watchdog.py`) has the pool start
+a second thread of the same `Worker`. The first thread brings the trial's next unit back (`JobDispatcher.came_back`) and
+ends. Only the present thread declares the loss of the device.
 """
 
 import contextlib
@@ -61,8 +65,8 @@ class Worker:
         turn: grants the device to units, in turn with borrowers of the device.
 
     Attributes:
-        busy_seconds: time spent in units.
-        units: units run.
+        busy_seconds: time spent in units, with copies and waits.
+        units: units run; each step of a burst counts.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class Worker:
         """Run the thread's main loop."""
         if self._core.log is not None:
             self._core.log.at_work(self._device.name)
-        # As of `JobPreparer.work`.
+        # The streams are put back as in `JobPreparer.work`.
         with self._core.breaking(), RandomStreams(0).everything():
             try:
                 # Outermost, so that this thread ends, and can be joined, only after the last release.
@@ -137,7 +141,7 @@ class Worker:
             self._losses.report(name, error)
 
     def _look(self) -> bool:
-        """Return whether the idle device is lost."""
+        """Return whether the idle device is lost, and declare the loss."""
         error = found_lost(self._device)
         if error is None:
             return False
@@ -174,7 +178,7 @@ class Worker:
             yield
 
     def _run(self, record: JobState, unit: Unit, until_told: contextlib.ExitStack) -> bool:
-        """Run a unit and advance the job; return whether the worker has to end."""
+        """Run a unit and advance the job; return whether this thread of the worker has to end."""
         assert record.trial is not None
         trial = record.trial
         record.lost_before = frozenset(self._core.given_up)
@@ -209,7 +213,7 @@ class Worker:
         return False
 
     def _failed(self, record: JobState, unit: Unit, error: BaseException) -> bool:
-        """Handle the error of a unit; return whether the device is lost."""
+        """Handle the error of a unit: the job fails, or the unit is due again; return whether the device is lost."""
         core, name, unbegun_unit = self._core, self._device.name, self._taken
         self._taken = None
         if self._pager.ready_ns:  # all blocks were resident, and compute has begun: the unit cannot be put back

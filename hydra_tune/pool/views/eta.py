@@ -1,7 +1,7 @@
 """Forecast of a sweep's makespan during the run, and a lower bound over all schedules of the same work.
 
 `with_outlook` (`job_views.py`) asks a `MakespanForecaster` at each snapshot for a display: of a pool
-(`live_snapshot.py`) and of `hydra-tune sweep` (`cli/display/board.py`).
+(`live_snapshot.py`) and of `hydra-tune sweep` (`cli/display/board.py`). The module knows seconds alone, no job.
 """
 
 from collections import deque
@@ -53,7 +53,7 @@ class MakespanForecast:
 
 
 class MakespanForecaster:
-    """Remembers the rate of compute over the last minute; not thread-safe."""
+    """Remembers the rate of compute over the last minute; not thread-safe, so a display calls under its own lock."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, float]] = deque()  # pairs of wall time and total compute, in seconds

@@ -1,7 +1,7 @@
 """Plain views of jobs for displays: the conversion from progress and results to `TrialView` and `SweepView`.
 
 `SweepMonitor` (`live_snapshot.py`) makes the views of a pool's jobs at each snapshot; `cli/display/trial_views.py` and
-`cli/display/board.py` do so for `hydra-tune sweep`.
+`cli/display/board.py` do so for `hydra-tune sweep`. A view must hold no job, task or tensor.
 """
 
 from collections.abc import Sequence

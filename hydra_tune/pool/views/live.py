@@ -1,7 +1,7 @@
 """Live display of a pool's jobs during a `with` block: on a terminal, below a notebook's cell, or as plain lines.
 
 `HydraExecutor.live` (`hydra_tune/executor.py`) enters `shown` at the start of the block, and adds each job of the pool
-to the monitor.
+to the monitor. The display calls `snapshot` on a thread of its own, and must never hold training up.
 """
 
 import sys
@@ -30,7 +30,7 @@ def shown(name: str, goal: Goal, stats: Callable[[], PoolStats]) -> Iterator[Swe
     Args:
         name: title of the display.
         goal: direction in which the first metric of the tasks improves.
-        stats: returns the pool's statistics; called from other threads.
+        stats: returns the pool's statistics; called on the display's thread, and on the caller's thread.
 
     Yields:
         The monitor, to which the caller adds jobs.

@@ -17,7 +17,7 @@ from hydra_tune.pool.views.job_views import with_outlook, with_progress, with_re
 
 
 class SweepMonitor:
-    """Remembers the outcomes of jobs; a job's model is released once its end has been shown.
+    """Remembers the outcomes of jobs; a job is let go, with its model, at the first snapshot after its end. Thread-safe.
 
     Args:
         name: title of the display.
