@@ -2,9 +2,9 @@
 
 Two threads use the board: the tuner's thread reports events, and the drawing thread takes snapshots. An ended trial
 leaves only plain values, because its job holds a trained model that must not outlive the trial. The lock guards the
-trials, and no line is written and no fact noted under the lock, because both may block. `stop` runs in a signal
-handler, and so takes no lock. `cli/run/sweep_run.py` and `cli/run/cluster.py` make the board before a sweep, hand the
-board to the tuner as the observer, and take the last snapshot for the summary.
+trials, and no line is written under the lock, because writing may block. `stop` runs in a signal handler, and so takes
+no lock. `cli/run/sweep_run.py` and `cli/run/cluster.py` make the board before a sweep, hand the board to the tuner as
+the observer, and take the last snapshot for the summary.
 """
 
 import threading

@@ -82,7 +82,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """Kernel time between events, behind a pause in which the host gets ahead.
+    """Kernel time between events, behind a pause in which the host gets ahead; resets the GPU's peak of memory each time.
 
     Args:
         device: the GPU.
