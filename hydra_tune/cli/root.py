@@ -1,7 +1,7 @@
 """`hydra-tune`: the group of commands.
 
-The console script `hydra-tune` and `__main__.py` import `main` from `hydra_tune.cli`, and call `main` when the program
-starts.
+`__main__.py` and the console script `hydra-tune` call `main`, which `cli/__init__.py` passes on. A new command has to
+be added here. The imports of the commands must stay free of torch, which takes seconds.
 """
 
 import io
@@ -30,7 +30,7 @@ _INTERRUPTED = 130
 
 
 class _CommandGroup(click.Group):
-    """The commands; Ctrl-C that no command has handled, as during the imports, has their exit code for Ctrl-C."""
+    """The commands; Ctrl-C that no command has handled, as during late imports, has the commands' exit code for Ctrl-C."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

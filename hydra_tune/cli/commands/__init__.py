@@ -1,5 +1,7 @@
-"""The commands of `hydra-tune`, one file each: arguments and help texts.
+"""The commands of `hydra-tune`: arguments, help texts and exit codes.
 
-They must do no work of their own, and `simulate`, `trace` and `devices` must not import torch before they need it. Read
-`sweep` first, the largest; what happens then is in `hydra_tune.cli.run` and `hydra_tune.cli.dry_run`.
+`cli/root.py` adds every command to the group. No module may import torch at its top, since `cli/root.py` imports all of
+them, and help must not wait. Read `sweep` first, the largest. The work itself is in `hydra_tune.cli.run`,
+`hydra_tune.cli.dry_run`, `hydra_tune.cli.inspect` and `hydra_tune.cli.starter`, and for `simulate`, `trace` and
+`devices` outside of `hydra_tune.cli`.
 """

@@ -1,7 +1,7 @@
 """`hydra-tune best`: the arguments. `hydra_tune.cli.run.export` writes weights, `hydra_tune.cli.inspect` finds the trial.
 
-`cli/root.py` adds the command to `hydra-tune`, and users call the command once trials of a sweep with `hydra.keep_best`
-have completed.
+`cli/root.py` adds the command to `hydra-tune`, and users call the command during a sweep or afterwards; with `--out`,
+after a sweep with `hydra.keep_best`. Only `--out` imports torch.
 """
 
 import json

@@ -1,6 +1,7 @@
 """`hydra-tune plan`: the arguments. `hydra_tune.cli.dry_run.planning` does the work.
 
 `cli/root.py` adds the command to `hydra-tune`, and users call the command on a sweep file before `hydra-tune sweep`.
+The command imports torch only once the file is read.
 """
 
 import sys

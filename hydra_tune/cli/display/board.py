@@ -1,9 +1,10 @@
 """`SweepProgressTracker`: the state of a running sweep, and its snapshots.
 
 Two threads use the board: the tuner's thread reports events, and the drawing thread takes snapshots. An ended trial
-leaves only plain values, because its job holds a trained model that must not outlive the trial. `cli/run/sweep_run.py`
-and `cli/run/cluster.py` make the board before a sweep, hand the board to the tuner as the observer, and take the last
-snapshot for the summary.
+leaves only plain values, because its job holds a trained model that must not outlive the trial. The lock guards the
+trials, and no line is written under the lock, because writing may block. `stop` runs in a signal handler, and so takes
+no lock. `cli/run/sweep_run.py` and `cli/run/cluster.py` make the board before a sweep, hand the board to the tuner as
+the observer, and take the last snapshot for the summary.
 """
 
 import threading
@@ -27,7 +28,7 @@ from hydra_tune.pool.views.job_views import one_line, with_outlook
 from hydra_tune.task import TrainTask
 
 _FIRST_FAILURES = 5
-"""Number of failed trials, with no other outcome so far, after which the sweep counts as wrong and ends."""
+"""Number of failed trials of a run, with none completed or pruned, after which the sweep counts as wrong and ends."""
 
 
 class SweepProgressTracker:
@@ -35,7 +36,7 @@ class SweepProgressTracker:
 
     Args:
         spec: the sweep.
-        log: receives one line for each ended trial.
+        log: receives one line for each ended trial, and for each note or warning about the sweep.
         event_log: the file of the event log; None: no log.
         warnings: warnings about the sweep itself, already shown.
         command: the command that goes on with the sweep; None where not known.
@@ -147,7 +148,7 @@ class SweepProgressTracker:
             self._entries[number].error = error
 
     def finished(self, record: TrialRecord) -> bool:
-        """Note the end of a trial. Return True to ask for no more trials, because all trials so far have failed."""
+        """Note the end of a trial. Return True to ask for no more trials, because the first of this run have all failed."""
         with self._lock:
             view, error = final_view(self._entries[record.number], record, stopping=self._status == "stopping")
             # A new entry without the job: the job's trained model can be freed.
@@ -239,7 +240,7 @@ class SweepProgressTracker:
         return max(0, self._num_planned - len(self._entries))
 
     def _next_step(self) -> str | None:
-        """Advice after an interruption, or where all planned trials had ended before this run."""
+        """Advice after an interruption, or where this run had no trial to begin; None otherwise."""
         spec, entries = self._spec, self._entries.values()
         if self._command is None:
             return None

@@ -1,7 +1,8 @@
 """Chooses the file of a sweep's event log.
 
 `cli/commands/sweep.py` calls `log_path` once the sweep file is read and merged with the options, except for a sweep on
-a Ray cluster.
+a Ray cluster. The function runs in the supervising process, and the sweep's process writes the file
+(`observe/event_log/writer.py`).
 """
 
 import os

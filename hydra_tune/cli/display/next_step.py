@@ -1,7 +1,8 @@
 """Says how a sweep goes on: after an interruption or a kill, and where nothing is left to run.
 
 `SweepProgressTracker` (`board.py`) adds the advice to the summary of a sweep, and `hydra-tune status`
-(`cli/inspect/run_scan.py`) gives the same advice about a run of another process.
+(`cli/inspect/run_scan.py`) gives the same advice about a run of another process. `cli/commands/sweep.py` notes the
+command by `command_of`. Every URL of a storage that people may read goes through `masked` first.
 """
 
 import re

@@ -2,7 +2,10 @@
 
 `SweepOutput` chooses among the three, and keeps output of user code out of the live view and the JSON.
 `cli/run/sweep_run.py` and `cli/run/cluster.py` make the output before any user code is imported, and print the summary
-through the same output; `cli/dry_run/planning.py` uses `quiet` alone, while configurations are planned.
+through the same output; `cli/dry_run/checking.py` and `cli/dry_run/planning.py` use `quiet` alone.
+
+Note: signals. `note` and `abandon` run on the thread that listens to signals while any other thread may hang, so they
+take no lock and write to descriptors.
 """
 
 import json
@@ -49,7 +52,7 @@ class SweepOutput:
         self._say = RateLimit(lambda line: print(f"{line}\n", end="", file=lines_to, flush=True))
 
     def log(self, line: str) -> None:
-        """Show one line about an ended trial."""
+        """Show one line: an ended trial, a note or a warning; with a live view, beside the picture."""
         if self._live:
             self._recent.append(line)
         else:

@@ -1,5 +1,6 @@
-"""`hydra-tune plan`: configurations of a sweep file planned one after the other, as if alone in the pool.
+"""`hydra-tune check` and `hydra-tune plan`: a sweep file tried without training.
 
-The package must train nothing. Read `planning` first, then `sampling` (which configurations), `plan_table` and
-`plan_figures`.
+`plan` plans configurations one after the other, as if alone in the pool; `check` says whether the sweep would begin.
+The package must train nothing, and create no study and no folder of the sweep. Read `planning` first, then `sampling`
+(which configurations), `plan_table` and `plan_figures`; `checking` stands for itself.
 """

@@ -1,6 +1,7 @@
 """Checks a sweep as far as that is possible without training, and describes what would run.
 
-`cli/commands/check.py` calls `run_check` for `hydra-tune check`, once the sweep file is read.
+`cli/commands/check.py` calls `run_check` for `hydra-tune check`, once the sweep file is read. The check creates no
+storage, no log and no folder. Its steps follow `run_sweep` (`cli/run/sweep_run.py`), up to the open devices.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Formats the result of `hydra-tune plan` as tables and as plain data.
 
-`run_plan` (`planning.py`) makes a `ConfigurationForecast` as each configuration is planned, and prints all of them at
-the end.
+`run_plan` (`planning.py`) makes a `ConfigurationForecast` as each configuration is planned, and at the end prints all
+of them by `print_planned`, or writes each `to_json`.
 """
 
 from collections import Counter

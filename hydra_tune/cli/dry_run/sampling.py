@@ -1,6 +1,8 @@
 """Draws points of a sweep's space without a tuner: all of a small grid, or a few points spread evenly.
 
-`run_plan` (`planning.py`) draws all points before the first configuration is planned.
+`run_plan` (`planning.py`) draws all points before the first configuration is planned; `run_check` (`checking.py`) draws
+a single point. Equal seeds must give equal points: the draws come from a generator of their own, parameter by
+parameter.
 """
 
 import itertools
@@ -20,7 +22,7 @@ def sample(parameters: Mapping[str, Domain], count: int, seed: int) -> list[dict
         seed: of the draws; equal seeds give equal points.
 
     Returns:
-        The points; each value of a choice comes equally often, give or take one.
+        The points; each value of a choice comes about equally often.
     """
     source = random.Random(seed)  # noqa: S311 - not for secrets
     columns = {name: _column(domain, count, source) for name, domain in parameters.items()}

@@ -1,4 +1,8 @@
-"""Prints runs: a line for each (`hydra-tune list`), a paragraph for each (`hydra-tune status`), or one JSON object."""
+"""Prints runs: a line for each (`hydra-tune list`), a paragraph for each (`hydra-tune status`), or one JSON object.
+
+`cli/commands/list.py` prints, and `cli/commands/show.py` and `cli/run/export.py` write `to_json`. The keys of the JSON
+are documented, and other programs read them.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +59,7 @@ def print_status(console: Console, runs: Sequence[SweepRunRecord]) -> None:
 
 
 def to_json(run: SweepRunRecord, *, with_trials: bool = True) -> dict[str, Any]:
-    """Convert a run to plain data for machines, with the names of `SweepRunRecord`.
+    """Convert a run to plain data for machines, with the names of `SweepRunRecord`, except that `phase` is called `state`.
 
     Args:
         run: the run.
@@ -88,7 +92,7 @@ def trial_data(trial: TrialView) -> dict[str, Any]:
 def best_trials(run: SweepRunRecord) -> list[TrialView]:
     """The best completed trial; with several objectives the Pareto front; nothing where the goal is not known.
 
-    No trial that violates its constraints is the best.
+    Where a study is known, no trial that violates its constraints is the best.
     """
     if run.best is not None:
         return [trial for trial in run.trials if trial.number in run.best]

@@ -1,7 +1,10 @@
 """Finds the runs of a folder or a storage, by event logs, sweep files and storages; needs no server.
 
-The commands `list`, `status`, `show`, `best`, `plot` and `export` call `find_runs` or `find_run`. A run is known by its
-storage and its study; logs of one study belong to one run, and a log whose study was in memory is a run of its own.
+`hydra-tune list` and `hydra-tune status` (`cli/commands/list.py`) call `runs_at`; `show`, `best`, `plot` and `export`
+call `find_run`. `cli/run/sweep_run.py` and `cli/run/export.py` share `study_reader`. A run is known by its storage and
+its study; logs of one study belong to one run, and a log whose study was in memory is a run of its own. Scanning only
+reads: an SQLite file of the folder is opened as a storage only if Optuna's tables are there, because Optuna would add
+them to any other.
 """
 
 import shlex
@@ -251,7 +254,7 @@ def _read_log(path: Path, notes: list[str]) -> RunState | None:
 
 
 def _storages(folder: Path, specs: Iterable[SweepSpec], logs: Iterable[RunState]) -> list[str]:
-    """URLs of the storages that sweep files and logs name, and of the SQLite files of a folder, each once."""
+    """URLs of storages, each once: those of sweep files, logs and SQLite files, but none whose password is masked."""
     urls = [absolute_storage(spec.storage, folder) for spec in specs if spec.storage is not None]
     noted = [(log.sweep["storage"], Path(log.sweep["folder"])) for log in logs if log.sweep.get("storage")]
     urls += [absolute_storage(url, place) for url, place in noted]
@@ -349,7 +352,7 @@ def _record(part: _RunParts) -> SweepRunRecord:
 
 
 def _sweep_folder(part: _RunParts, facts: Mapping[str, Any], study: str) -> Path | None:
-    """Folder of the sweep, whose lock a running sweep holds; None without checkpoints."""
+    """Folder of the sweep, whose lock a running sweep holds; None without checkpoints, or before the first of them."""
     folder = Path(facts["folder"]) if facts else Path.cwd()
     name = facts.get("checkpoint_dir") or (None if part.spec is None else part.spec.checkpoint_dir)
     path = None if name is None else sweep_path(folder / name, study)

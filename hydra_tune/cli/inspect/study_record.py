@@ -1,7 +1,8 @@
 """The interface between the command line and a tuner's studies.
 
-`run_scan.py`, `hydra_tune.cli.commands.plot` and `hydra_tune.cli.run.sweep_run` find a `StudyReader` through the entry
-points `hydra_tune.studies`; the one for Optuna is in `integrations/hydra_tune_optuna/study_reader.py`.
+`study_reader` (`run_scan.py`) finds a `StudyReader` through the entry points `hydra_tune.studies`: for the scan itself,
+for `cli/commands/plot.py` and `cli/run/export.py`, which draw, and for `cli/run/sweep_run.py`, which checks. Optuna's
+reader is in `integrations/hydra_tune_optuna/study_reader.py`.
 """
 
 from dataclasses import dataclass

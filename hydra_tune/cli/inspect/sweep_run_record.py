@@ -1,6 +1,7 @@
 """`SweepRunRecord`: one run of the past or present, with its state.
 
-`run_scan.py` makes the records, and `run_output.py` and `trial_output.py` print them.
+`run_scan.py` makes the records, `run_output.py` and `trial_output.py` print them, and `cli/run/export.py` takes storage
+and study from them.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ class SweepRunRecord:
     Args:
         name: of the study, else of the sweep or the log.
         phase: `running`: its process lives; `killed`: its process ended without a word; `interrupted`: it ended in order
-            before all planned trials; `finished`; `idle`: no trial is running, and nothing says how many are planned;
+            before all planned trials; `finished`; `idle`: no trial is running, and neither log nor lock says whether more
+            will;
             `unclear`: trials are running in the storage, and neither log nor lock says whether their process lives.
         trials: all trials, by number.
         goals: one for each objective; empty where not known.
@@ -62,7 +64,7 @@ class SweepRunRecord:
 
     @property
     def ranked(self) -> tuple[TrialView, ...]:
-        """All trials, the best first; trials without a value come last."""
+        """All trials: the best, other completed trials and pruned trials by value, then the rest by number."""
         goal = self.goals[0] if self.goals else "minimize"
         view = SweepView(name=self.name, metric=self.metric_name, goal=goal, status="completed", trials=self.trials)
         first = [trial for trial in self.trials if trial.number in (self.best or ())]

@@ -1,4 +1,7 @@
-"""Prints the trials of one run: a table, CSV, or one trial with all digits (`hydra-tune show` and `hydra-tune best`)."""
+"""Prints the trials of one run: a table, CSV, or one trial with all digits (`hydra-tune show` and `hydra-tune best`).
+
+`cli/commands/show.py`, `cli/commands/best.py` and `cli/run/export.py` call the functions once the run is found.
+"""
 
 import csv
 from collections.abc import Sequence

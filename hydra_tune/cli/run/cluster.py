@@ -1,6 +1,7 @@
 """Runs a sweep from a checked sweep file on a Ray cluster: sets up tuner and display; the pools run on the nodes.
 
 `cli/commands/sweep.py` calls `run_cluster_sweep` for `--ray`, once the sweep file is read and merged with the options.
+No pool is opened in this process, so the display shows no devices and no units.
 """
 
 import sys

@@ -1,4 +1,8 @@
-"""Exports a run: the weights of one trial to a file (`hydra-tune best`), or all results to a folder (`hydra-tune export`)."""
+"""Exports a run: the weights of one trial to a file (`hydra-tune best`), or all results to a folder (`hydra-tune export`).
+
+`cli/commands/best.py` calls `export_weights`, and `cli/commands/export.py` calls `export_run`, once the run is found.
+Both commands import the module late, because the module imports torch.
+"""
 
 import io
 import json

@@ -4,7 +4,7 @@
 
 Note: the listener. Python runs a signal's handler in the main thread, between two bytecodes, and the main thread may be
 stuck in user code. So the system's side of each signal also writes to a pipe. A dedicated thread reads the pipe,
-watches the clock, and ends the process if necessary.
+watches the clock, and ends the process if necessary. The thread must take no lock that the main thread may hold.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ class StopSignalHandler:
 
 
 def _next(pipe: socket.socket, deadline: float | None) -> int | None:
-    """Wait for the next relevant signal; None at the deadline."""
+    """Wait for the next signal of `SIGNALS`, or for `_CLOSED`; None at the deadline."""
     while True:
         remaining_seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not select.select([pipe], [], [], remaining_seconds)[0]:
@@ -116,7 +116,7 @@ _listening = False
 
 
 def _in_child() -> None:
-    """Restore default handling in a forked process, which would write its own signals to its parent's pipe."""
+    """Drop the pipe and the handler of SIGTERM in a forked process, whose signals would go to its parent's pipe."""
     if _listening:
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)

@@ -1,9 +1,12 @@
 """Runs a sweep from a checked sweep file: sets up pool, tuner and display.
 
-The user's function is imported, its signature checked, and the study looked at, before the pool, the storage or any
-folder is created.
-`cli/commands/sweep.py` calls `run_sweep` in the process of the sweep; `cluster.py`, `export.py` and
-`cli/dry_run/planning.py` share the exit codes.
+`cli/commands/sweep.py` calls `run_sweep` in the process of the sweep. `cluster.py`, `export.py`,
+`cli/dry_run/checking.py` and `cli/dry_run/planning.py` share the exit codes. Both files of `cli/dry_run/` open their
+pools by `opened`, and `cli/dry_run/checking.py` asks `check_beginning`.
+
+Note: order. The user's function is imported, its signature checked, and the study looked at, before the pool, the
+storage or any folder is created. The sweep's folder is locked before the pool and the study exist, and unlocked after
+the pool is shut down. At an end by a signal, the trials are settled in the storage before the pool is shut down.
 """
 
 import errno
@@ -50,7 +53,7 @@ Pool = TypeVar("Pool", bound=HydraExecutor)
 
 
 class _WatchedExecutor(HydraExecutor):
-    """An executor that reports each new job to the board, for the live view."""
+    """An executor that reports each new job to the board, for the live view, and notes the sweep's facts in the event log."""
 
     def __init__(self, watch: Callable[[Job], None], **options: Any) -> None:
         super().__init__(**options)

@@ -1,7 +1,8 @@
 """Builds the task of a trial with the function named by the sweep file.
 
 `sweep_run.py` and `cluster.py` give the builder to the tuner, which builds the task of each trial when the trial
-begins; `cli/dry_run/planning.py` builds the task of each configuration to plan.
+begins; `cli/dry_run/planning.py` builds the task of each configuration to plan, and `cli/dry_run/checking.py` a single
+task.
 """
 
 from collections.abc import Callable

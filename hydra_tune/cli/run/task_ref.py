@@ -1,7 +1,8 @@
 """Finds the function named by a sweep file, and checks its signature against the sweep.
 
-Only this module of the command line runs user code before the sweep: importing the module runs its code.
-`sweep_run.py`, `cluster.py` and `cli/dry_run/planning.py` call `load_task` once, before any pool is opened.
+Importing the user's module runs its code, before any pool is opened: `sweep_run.py`, `cluster.py`,
+`cli/dry_run/checking.py` and `cli/dry_run/planning.py` call `load_task` once. The sweep's folder stays at the front of
+`sys.path`, for the user's later imports.
 """
 
 import importlib

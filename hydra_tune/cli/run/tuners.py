@@ -1,7 +1,9 @@
-"""Finds the tuner for a sweep, and the finder of its weights, by entry points.
+"""Finds the tuner for a sweep, the finder of its weights, and the reader of studies, by entry points.
 
-The engine knows no tuning framework: each tuner registers itself as an entry point. `sweep_run.py` and `cluster.py`
-find the tuner before any pool is opened, and `export.py` finds the finder when weights are exported.
+The engine knows no tuning framework: each tuner registers itself as an entry point. `sweep_run.py`, `cluster.py` and
+`cli/dry_run/checking.py` find the tuner before any pool is opened, `export.py` finds the finder when weights are
+exported, and `cli/inspect/run_scan.py` finds the reader. The module must not import torch, which the reader does
+without.
 """
 
 from importlib.metadata import entry_points

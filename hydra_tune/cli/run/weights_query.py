@@ -1,7 +1,7 @@
 """Request for a sweep's weights; apart from the request of a sweep, whose module imports torch.
 
-`export.py` hands a `WeightsQuery` to the finder, and the finder (`integrations/hydra_tune_optuna/finding.py`) answers with
-the path of the file.
+`export.py` hands a `WeightsQuery` to the finder, and the finder (`integrations/hydra_tune_optuna/finding.py`) answers
+with the path of the file. The module must not import torch.
 """
 
 from collections.abc import Callable

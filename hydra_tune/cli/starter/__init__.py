@@ -1,6 +1,7 @@
 """The first sweep of a new user: `space.yaml` and `train.py`, which `hydra-tune init` copies.
 
-Both must run as they are, on a CPU, in under a minute, and need nothing beside torch and Optuna.
+`cli/commands/init.py` calls `write_starter`. Both files must run as they are, on a CPU, in under a minute, and need
+nothing beside torch and Optuna.
 """
 
 import re

@@ -24,7 +24,7 @@ def to_domain(given: Mapping[str, Any]) -> Domain:
 
     Returns:
         The parameter's domain. Without `distribution`, `value` is a constant and `values` a choice; `min` and `max`
-        give whole numbers if both are whole, and real numbers otherwise.
+        give multiples of `q` where `q` is written, else whole numbers if both are whole, and real numbers otherwise.
 
     Raises:
         ConfigError: the keys contradict each other or describe nothing.

@@ -1,7 +1,8 @@
 """Options of the command line, and their merge with the sweep file.
 
-`cli/commands/sweep.py` merges the options into the `SweepSpec` right after the file is read; `DisplayOptions` go on to
-the run and its output (`cli/display/output.py`).
+`cli/commands/sweep.py` merges the options into the `SweepSpec` right after the file is read, and asks `check_saving`,
+as does `cli/dry_run/checking.py`. `DisplayOptions` go on to the run and its output (`cli/display/output.py`). An
+overridden key of `hydra:` loses its place in the file, so that an error does not blame the file.
 """
 
 from dataclasses import dataclass, replace

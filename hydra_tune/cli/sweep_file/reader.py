@@ -1,8 +1,9 @@
 """Reads a sweep file into a `SweepSpec`, or lists all problems of the file with their places.
 
 The module joins the three parts of reading: YAML with positions, the models of the keys, and the plain spec. Reading
-creates nothing and runs no user code. The commands `sweep`, `plan` and `best` (in `cli/commands/`) call
-`read_sweep_file` on the given file, before torch is imported.
+creates nothing and runs no user code. The commands `sweep`, `plan` and `check` (in `cli/commands/`) call
+`read_sweep_file` on the given file, before torch is imported. `cli/inspect/run_scan.py` reads every YAML file of a
+folder, and passes over those that are no sweep files.
 """
 
 import keyword

@@ -2,7 +2,8 @@
 
 `cli/run/sweep_run.py` fills a `SweepRequest` just before the sweep begins, and `cli/run/cluster.py` a `ClusterRequest`;
 a tuner, found through the entry points `hydra_tune.tuners` or `hydra_tune.cluster_tuners`, runs the sweep and reports
-events to a `SweepObserver`. Neither side imports the other.
+events to a `SweepObserver`. The command line imports no tuner; a tuner imports this module, `spec.py`, `domains.py` and
+`cli/inspect/study_record.py`. The module imports torch by way of the executor.
 """
 
 from collections.abc import Callable, Mapping
@@ -84,7 +85,8 @@ class SweepRequest:
         timeout_seconds: no new trial starts after this time; None: no limit.
         folder: the sweep's own folder beside the checkpoints of its trials; None: trials are not saved.
         crashes: number of processes of this run that crashed before this process, which resumes their trials.
-        aside: trials that fail without being built or trained: the error of each, by the name of its job, `trial N`.
+        aside: trials that fail without being built or trained, because they crashed earlier processes: the error of each,
+            by the name of its job, `trial N`.
     """
 
     spec: SweepSpec

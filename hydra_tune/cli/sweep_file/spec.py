@@ -1,7 +1,8 @@
 """A sweep in plain values: the sweep file, read and checked. The module knows neither YAML nor any tuner.
 
 `read_sweep_file` (`reader.py`) makes the `SweepSpec` at the start of a command. `cli/run/sweep_run.py` then makes the
-pool with the options in the `SweepSpec`, and `integrations/hydra_tune_optuna/sweep.py` the study.
+pool with the options in the `SweepSpec`, and `integrations/hydra_tune_optuna/sweep.py` the study. Nobody changes a
+`SweepSpec`: options of the command line make another.
 """
 
 from collections.abc import Mapping
@@ -50,8 +51,9 @@ class SweepSpec:
         checkpoint_dir: the folder for the checkpoints of trials; None: no checkpoints.
         checkpoint_every: interval of checkpoints, as written in the file; None: at reports.
         stop_seconds: time from Ctrl-C or SIGTERM to the end of the process.
-        engine: arguments of `HydraExecutor` given in the file.
-        places: `file:line:column` of each key in the file, by its dotted path.
+        engine: arguments of `HydraExecutor` given in the file or by options.
+        places: `file:line:column` of each key in the file, by its dotted path; without keys of `hydra:` that
+            options override.
     """
 
     file: str

@@ -3,7 +3,8 @@
 The models follow the file of Weights & Biases sweeps where both mean the same, plus one block `hydra:` for this
 package. The module knows no positions and no tuner: `reader.py` validates the data of a file by the models, and
 converts pydantic's errors to `file:line:column`, and the models to a `SweepSpec`; `overrides.py` validates the values
-of `--set`. The field names here are the only list of allowed keys; "did you mean" reads the names from the models.
+of `--set`. The field names here and `FORMER_NAMES` are all allowed keys; "did you mean" reads the names from the
+models. A key of `hydra:` for the executor must also be in the list `_ENGINE` of `reader.py`, or its value is dropped.
 """
 
 import math

@@ -2,7 +2,8 @@
 
 The reader takes one document of maps, lists and scalars, and nothing else: no object tags, no duplicate keys, no
 recursion. The module knows nothing of the meaning of a sweep file; every problem is a position and a text. `reader.py`
-reads the whole file, and `overrides.py` each value of `--set`, before pydantic validates the data.
+reads the whole file, and `overrides.py` each value of `--set`, before pydantic validates the data. A file of a stranger
+must neither run code nor take unbounded time or memory here.
 """
 
 import re

@@ -1,7 +1,8 @@
 """Algorithm G: the bytes on the device, instruction by instruction.
 
-`planner/passes/swap_recompute.py` simulates all segments here before each decision, and `planner/search/portfolio.py`
-takes the peak of each finished plan.
+`planner/passes/swap_recompute.py` simulates all segments here before each decision, and the other passes simulate their
+changes. `planner/search/portfolio.py` takes the peak of each finished plan, and `PlannedStep`
+(`fusion/runtime/step_planner.py`) simulates the ends as well.
 
 Differs: the paper adds up five sums over tensors, and counts `static_mem` and, in line 3, swapped and recomputed
 tensors twice. Here every storage is counted once, from the instruction that makes the storage to the instruction that
@@ -25,7 +26,8 @@ class SegmentMemory:
         peak_bytes: most bytes on the device at once.
         peak_backward: rank that the backward has reached at the peak.
         peak_forward: rank that the forward has reached at the peak.
-        by_rank: most bytes before and during each backward operator; the last entry is for the time after all of them.
+        by_rank: most bytes from the end of the previous backward operator to the end of each; the last entry is for the
+            time after all of them.
     """
 
     peak_bytes: int

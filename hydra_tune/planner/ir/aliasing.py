@@ -2,7 +2,10 @@
 
 The planner keeps, swaps and recomputes whole storages, so every pass has to know which tensors share memory. A run on
 fake tensors shows aliasing that operator schemas do not declare. `planner/trace/step_graph.py` runs graphs here while a
-step is traced, and `planner/profile/output_layouts.py` once more where a device lays results out otherwise.
+step is traced, and `planner/profile/output_layouts.py` again where a device lays results out otherwise.
+`planner/profile/profiler.py` and `planner/passes/graph_rewrite.py` ask which arguments a node overwrites.
+
+Note: gate. `seen` runs operators under a fake mode, so its caller holds `GATE` (`shard/capture/capture_lock.py`) alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +28,10 @@ _RUNNING_STATISTICS = {
 
 
 Layout = tuple[tuple[int, ...] | None, ...]
-"""Strides of each result of a node, in order; 0 for dimensions of at most one element; None for a result without tensor."""
+"""Strides of each result of a node, in order; None for a result without tensor.
+
+Strides that place nothing are 0: of dimensions of at most one element, and of empty tensors.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +92,7 @@ def seen(
         arguments: by name, made under `mode`.
         drawn: results of the draw nodes, by number.
         mode: for tensors without bytes.
-        layouts: strides of nodes whose results lie otherwise on the device than the traced operators say.
+        layouts: strides, by node name, of nodes whose results lie otherwise on the device than the traced operators say.
     """
     table = StorageAccessTable()
     storage_names: dict[int, str] = {}

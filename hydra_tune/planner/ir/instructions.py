@@ -1,7 +1,7 @@
 """Instructions of a segment (runs, copies, recomputations, deletions), and prefix sums over consecutive operators.
 
-`lowering.py` lists the instructions of a segment each time `planner/cost` simulates the segment, and when
-`planner/passes/graph_rewrite.py` writes a merged graph.
+`lowering.py` lists the instructions of a segment whenever `planner/cost` simulates the segment, `verify.py` checks the
+segment, or `planner/passes/graph_rewrite.py` writes the merged graph.
 
 Note: speed. Planning simulates each segment thousands of times, and between the few operators with a decision, operators
 just follow each other. `InstructionSequence` adds up the time and memory of a sub-array's operators once, and a
@@ -44,8 +44,8 @@ class Instruction:
     Attributes:
         kind: the action.
         side: index of the sub-array.
-        is_backward: whether the instruction belongs to the sub-array's backward.
-        rank: of the operator; of the next operator, where the instruction is none.
+        is_backward: whether the instruction belongs to the sub-array's backward, as recomputations and copies back do.
+        rank: of the operator, in the forward for a recomputation; of the next operator, where the instruction is none.
         storage: moved, deleted or recomputed.
         seconds: of the operator or the copy.
         hand_seconds: time of the computing thread that a copy takes.

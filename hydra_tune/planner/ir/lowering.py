@@ -1,7 +1,8 @@
 """Lowering of a schedule's segment to a list of instructions: runs, copies, recomputations and deletions, in order.
 
 `planner/cost/peak_memory.py` and `planner/cost/latency.py` have a segment lowered for each simulation, and
-`planner/passes/graph_rewrite.py` has all segments of a plan lowered before the plan runs.
+`planner/passes/graph_rewrite.py` has all segments of a plan lowered before the plan runs. `verify.py` and
+`planner/search/figures.py` lower finished schedules.
 
 Note: room. A swapped storage is freed when its copy to the host has ended, not when the copy begins (Algorithm G as
 printed frees the storage at once). The end depends on time, so the release is an instruction of its own. The lowering
@@ -9,9 +10,10 @@ puts the release where the copy will have ended. If an operator would find no ro
 sooner, and the operator waits. The bytes on the device are therefore a function of the list.
 
 Note: reuse. A search compares schedules that differ in a few decisions. Decisions change which instructions there are,
-and which sources of recomputations are freed late, but no instruction otherwise. So each instruction is made once for a
-sub-array (`SubArrayProfile.lowered`) and used again, as are whole slices of operators (note on speed in
-`instructions.py`).
+and behind which operator a source of recomputations or a returning map is freed, but no instruction otherwise. So each
+instruction is made once for a sub-array (`SubArrayProfile.lowered`) and used again, as are whole slices of operators
+(note on speed in `instructions.py`). The cache has no lock: an entry depends on its key alone, so two threads may make
+the same entry.
 """
 
 from bisect import bisect_left
@@ -337,7 +339,7 @@ class _SegmentLowering:
             begin = stop
 
     def _run(self, one: Instruction) -> None:
-        """Add the releases whose room an instruction needs, the instruction, and then the releases that are due."""
+        """Add the releases whose room an instruction needs, the instruction, and behind an operator the due releases."""
         while self._leaving and self._live + one.made_bytes + one.workspace_bytes > self._limit:
             self._end_copy()
         self._live += one.made_bytes - one.freed_bytes

@@ -5,6 +5,9 @@ segment gives a map away, and the backward in the other gets the map back.
 
 `Planner` (`planner/search/portfolio.py`) starts each plan from an undecided `SubArraySchedule`. The passes
 (`planner/passes/swap_recompute.py`) then add decisions, and `lowering.py` turns the decisions into instructions.
+
+Note: ownership. Decisions and candidates change in place, though a schedule is frozen. A pass changes only a schedule
+from `SubArraySchedule.copy`, because several plans start from the same schedule.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -154,7 +157,7 @@ class SubArraySchedule:
 
     @property
     def ends(self) -> tuple[ScheduleSegment, ...]:
-        """Segments that begin and end a run: the first forward and the last backward of each sub-array, alone."""
+        """Segments outside the turns: each sub-array's forward and backward alone, as at the beginning and end of a run."""
         return tuple(
             ScheduleSegment(*ends) for side in range(len(self.arrays)) for ends in ((None, side), (side, None))
         )
@@ -184,8 +187,8 @@ class SubArraySchedule:
         for segment in self.segments:
             if segment.backward is None or segment.forward is None:
                 continue
-            # Shifted by one: `before[rank]` operators run before the previous backward operator, so the slot has those
-            # from there to `before[rank + 1]`.
+            # Shifted by one: `num_before[rank]` operators run before the previous backward operator, so the slot has
+            # those from there to `num_before[rank + 1]`.
             ops, num_before = arrays[segment.forward].forward, [0, *(self.forward_before(segment) or ())]
             slots = {
                 rank: sum(op.seconds for op in ops[num_before[rank] : num_before[rank + 1]])

@@ -1,8 +1,8 @@
 """The planner's model of a sub-array: operators and storages, with times and sizes (Tables A and B of the paper).
 
-The module is pure Python. `planner/profile/profiler.py` builds a `SubArrayProfile` from a step's graph, and tests
-build arrays by hand. The planner's passes (`planner/passes/candidates.py`) and `lowering.py` read the profile
-whenever a step is planned.
+`planner/profile/profiler.py` builds a `SubArrayProfile` from a step's graph, and tests build profiles by hand. The
+passes (`planner/passes/candidates.py`) and `lowering.py` read the profile whenever a step is planned. The module must
+not import torch. A profile is never changed: `dataclasses.replace` makes another profile, with empty caches.
 """
 
 from collections.abc import Iterable, Mapping
@@ -72,7 +72,8 @@ class SubArrayProfile:
         forward: operators of the forward, in order.
         backward: operators of the backward, updates included, in order.
         sizes: bytes of each storage that the operators make.
-        static_bytes: of parameters, buffers, optimizer state and batch, all of which stay on the device.
+        static_bytes: of all arguments and constants (parameters, buffers, optimizer state, batch, rates), which stay on the
+            device.
         out_seconds: to copy a storage to the host; storages without an entry are never swapped.
         in_seconds: to copy a storage back.
         at_once: storages that the computing thread copies itself, because a hand-over would take longer.

@@ -52,7 +52,7 @@ def verify_instructions(
 
 
 class _SegmentVerifier:
-    """Storages on the device and copies under way, instruction by instruction."""
+    """Storages on the device and copies under way, followed from one instruction to the next."""
 
     def __init__(self, schedule: SubArraySchedule, segment: ScheduleSegment) -> None:
         self._schedule, self._segment = schedule, segment

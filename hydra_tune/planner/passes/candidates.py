@@ -1,10 +1,11 @@
 """Algorithm F: the candidates, and the effect of a decision on the remaining candidates.
 
 `swap_recompute.py` makes the candidates of each sub-array before the first round, and updates the remaining candidates
-after each decision.
+after each decision. `min_cut.py` and `planner/search/figures.py` only ask for the first candidates.
 
 Differs from the algorithm as printed:
-* Not every feature map is a candidate: a map with less than a 512th of the largest map's bytes is kept.
+* Not every feature map is a candidate: the losses are kept, and so is a map with less than a 512th of the largest map's
+  bytes.
 * A candidate normally replaces a swapped source by the sources of that source. Where those cannot compute the candidate
   (random, or overwritten by then), the candidate keeps the swapped source, and the swapped map comes back sooner.
 * Line 8: a candidate takes over the operators of its former source. An operator that both need counts once, so the

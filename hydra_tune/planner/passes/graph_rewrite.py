@@ -7,7 +7,8 @@ first runs, once for all devices.
 
 Note: names. `a0_` marks the first sub-array, and `a1_` the second. Values that a forward leaves for its backward are
 outputs of one merged graph and arguments of the other, under the same names: `a0_relu` is a kept value, and
-`a0_relu_on_host` is a copy.
+`a0_relu_on_host` is a copy. `planner/run/interpreter.py` reads the side of a draw off the prefix, and
+`planner/run/runner.py` makes host memory under the names in the nodes of copies to the host.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """Recomputation alone, by a minimum cut: keep the fewest bytes of feature maps from which the others can be computed.
 
-`Planner` (`planner/search/portfolio.py`) makes the `min-cut` plan of each pair here, beside the plans of Algorithm B.
+`Planner` (`planner/search/portfolio.py`) makes the `min-cut` plan of each sub-array or pair here, beside the plans of
+Algorithm B. The paper has no such pass.
 
 Source: torch's min-cut partitioner with an activation memory budget, on the planner's own storages and measured times.
 The cut separates storages that cannot be computed again from storages that the backward uses, and the plan keeps the

@@ -1,8 +1,9 @@
 """Algorithm C: the delay that a swap would cause, and the place where the copy back would begin.
 
-The swap is added to a copy of the schedule. Forward operators of the other sub-array are multiplexed before the feature
-map's first use in the backward, as long as they hide more of the copy and memory allows. The copy then begins as many
-backward operators earlier as are needed to hide the rest and as leave room for the map.
+`swap_recompute.py` asks for a proposal for each candidate that might be swapped. The swap is added to a copy of the
+schedule. Forward operators of the other sub-array are multiplexed before the feature map's first use in the backward,
+as long as they hide more of the copy and memory allows. The copy then begins as many backward operators earlier as are
+needed to hide the rest and as leave room for the map.
 
 Differs from the algorithm as printed:
 * The result is a proposal, and `swap_recompute.py` takes or leaves the proposal. An unsafe forward operator is taken

@@ -2,8 +2,8 @@
 
 Each round compares two candidates. The candidate that lies idle longest would be swapped, and the candidate that saves
 the most bytes per second would be recomputed. The algorithm takes the choice that delays the step less. `Planner`
-(`planner/search/portfolio.py`) runs the algorithm several times for each pair, each time with other allowed actions;
-`min_cut.py` calls `recomputed` with maps of its own choice.
+(`planner/search/portfolio.py`) runs the algorithm several times for each sub-array or pair, each time with other
+allowed actions; `min_cut.py` calls `recomputed` with maps of its own choice.
 
 Differs from the algorithm as printed:
 * Line 17: the recomputing branch takes out the recomputed candidate.

@@ -1,8 +1,8 @@
 """Memory of a sub-array whose storages are allocations of their own, in whole units of the allocator.
 
 A GPU's allocator gives 512 bytes for a single number, and steps of several trials have hundreds of small storages. On a
-CPU only the ledgers hold budgets, and the ledgers count bytes. `StepPlanner` (`fusion/runtime/step_planner.py`) rounds
-every profile of a group's step here before making a plan.
+CPU only the ledgers hold budgets, and the ledgers count bytes, so the unit is a single byte there. `StepPlanner`
+(`fusion/runtime/step_planner.py`) rounds every profile of a group's step here before making a plan.
 """
 
 from collections.abc import Mapping, Sequence

@@ -7,9 +7,9 @@ plans compare the profiles. So `profiler.py` measures the pace before and after 
 reports the time of a pass relative to the pace.
 
 Operators of microseconds, which consist mostly of the call, slow down more than long operators. Steps have both, so the
-pace is the geometric mean of small operators and products of larger matrices. In CPU time, while others used the
-machine, small operators that were timed again and again varied by 14% by themselves and by 9% relative to the pace,
-long products by 11% and 8%, and convolutions by 8% both ways.
+pace is the geometric mean of the times of small operators and of products of larger matrices. In CPU time, while others
+used the machine, small operators that were timed again and again varied by 14% by themselves and by 9% relative to the
+pace, long products by 11% and 8%, and convolutions by 8% both ways.
 """
 
 import math

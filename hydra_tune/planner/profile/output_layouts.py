@@ -6,6 +6,8 @@ operators behind are traced on the same strides. So a traced step runs once on t
 otherwise, the storages of the step's nodes are found again with the device's layout. `StepPlanner`
 (`fusion/runtime/step_planner.py`) and `TaskProfileCache` (`fusion/runtime/task_profiles.py`) call `as_laid_out` right
 after tracing a step.
+
+Note: gate. `as_laid_out` takes `GATE` itself, shared to compute and alone to trace, so the caller must be outside.
 """
 
 from dataclasses import replace

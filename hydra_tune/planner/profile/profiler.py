@@ -1,7 +1,9 @@
 """Algorithm A: the seconds and memory of each node of a step's graph, and the seconds of each feature map's copies.
 
 `StepPlanner` (`fusion/runtime/step_planner.py`) has each step profiled before the first plan of the step;
-`pool/dry_run/step_profiles.py` has steps profiled for `hydra-tune plan --profile`.
+`pool/dry_run/step_profiles.py` has steps profiled for `hydra-tune plan --profile`. `fusion/runtime/step_planner.py`
+borrows the device, shares `GATE` (`shard/capture/capture_lock.py`) and computes with a single thread meanwhile: the
+profiler does none of these.
 
 The graph runs node by node on made-up numbers, with a single warm-up and three measured runs, of which medians are
 taken. Every feature map goes to the host after its last use in the forward, and comes back before its first use in the
@@ -14,8 +16,10 @@ more in the caches. So each run is followed by passes that time only whole stret
 times are scaled to add up to the passes. The pace of the machine is measured beside each pass (`clock_drift.py`).
 Graphs that are profiled one after another are all reported at the pace of the first.
 
-Where another thread copies, the time that the computing thread needs for a hand-over is measured once
+Where another thread copies, the time that the computing thread needs for a hand-over is measured once for each device
 (`copy_handoff_cost.py`). Copies that take less time are left to the computing thread.
+
+Note: lock. `SubArrayProfiler` measures under its lock, so other threads wait as long as a profile takes.
 """
 
 import statistics
@@ -78,7 +82,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """Kernel time between events, behind a pause in which the host gets ahead.
+    """Kernel time between events, behind a pause in which the host gets ahead; resets the GPU's peak of memory each time.
 
     Args:
         device: the GPU.
@@ -156,7 +160,9 @@ class GraphMeasurements:
 
 
 class SubArrayProfiler:
-    """Measures each graph once for each device, and reports all seconds at the pace of the device's first graph.
+    """Measures each graph once for each device, and reports operators' seconds at the pace of the device's first graph.
+
+    Profiles are kept as long as the profiler, for every graph.
 
     Args:
         clock: device -> clock; None: chosen by the kind of the device.
@@ -323,7 +329,7 @@ def over_link(array: SubArrayProfile, bytes_per_second: float) -> SubArrayProfil
 
 
 def _at_once(out: Mapping[str, float], back: Mapping[str, float], hand_seconds: float) -> frozenset[str]:
-    """Storages whose copies take no longer than their hand-overs."""
+    """Storages whose two copies together take no longer than the two hand-overs."""
     return frozenset(name for name, seconds in out.items() if seconds + back[name] <= 2 * hand_seconds)
 
 

@@ -5,6 +5,9 @@ Feature maps are on the host between the forward and the backward, so a step lar
 `profiler.py` runs a graph several times here, and reads the seconds of nodes and copies from a `ProfilingClock`;
 `output_layouts.py` looks at the layouts of results. The module must not know plans or budgets: every feature map makes
 the same way to the host and back.
+
+Note: random numbers. Draws and made-up numbers come from generators that belong to no trial, so a profile moves no
+trial's stream.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,11 @@
 """Copies between a device and the host beside the computation: a thread on a CPU, a stream per direction on a GPU.
 
 `runner.py` makes a `CopyEngine` when a planned step first runs on a device, and `interpreter.py` calls the engine at
-each copy and each wait of a merged graph.
+each copy and each wait of a merged graph. `planner/profile/copy_handoff_cost.py` times a `ThreadCopyEngine`.
+
+Note: threads. The thread that runs the graphs calls the engine. `ThreadCopyEngine` copies in a thread of its own, which
+`close` ends; errors of that thread are raised where the copy is waited for. Each storage has a single host buffer, so a
+storage must have come back before its next copy to the host begins.
 
 Note: stream order. Device memory is taken and given back in the order of the compute stream alone. So a copy to the
 host waits, by an event, for the computation queued before. The source's memory is given back behind the copy's end on
@@ -33,7 +37,7 @@ class CopyEngine(Protocol):
     """Copies that an interpreter starts in the background.
 
     Attributes:
-        waited_seconds: seconds that the host has waited for copies.
+        waited_seconds: seconds that the host has waited for copies; 0 on a GPU.
     """
 
     waited_seconds: float
@@ -45,7 +49,7 @@ class CopyEngine(Protocol):
         """Copy as `offload`, where the copy takes less time than the hand-over."""
 
     def release(self, handle: Any) -> Tensor:
-        """Wait for a copy to the host, let go of the device memory, and return the host copy."""
+        """Wait for a copy to the host, let go of the device memory, and return the host copy; on a GPU the stream waits."""
 
     def prefetch(self, copy: Tensor) -> Any:
         """Begin the copy back to the device; return a handle."""
@@ -54,7 +58,7 @@ class CopyEngine(Protocol):
         """Copy as `prefetch`, where the copy takes less time than the hand-over."""
 
     def arrived(self, handle: Any) -> Tensor:
-        """Wait for a copy back, and return the bytes."""
+        """Wait for a copy back, as `release` waits, and return the bytes."""
 
     def give_up(self) -> None:
         """Let all copies under way end, and drop their memory: no caller will wait for them any more."""

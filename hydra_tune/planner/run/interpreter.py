@@ -6,6 +6,9 @@ each segment.
 Differs: the algorithm reads attributes of nodes (`to_prefetch`, `to_recompute`, `to_delete`, `to_ofload`). Here the
 attributes are nodes of the graph, so the interpreter only maps nodes to actions. The memory of an offloaded storage is
 given back where the copy has ended.
+
+Note: names. The side of a draw is read off its node's name, which begins with the prefix `a0_` or `a1_` of
+`planner/passes/graph_rewrite.py`.
 """
 
 from collections.abc import Callable, Mapping

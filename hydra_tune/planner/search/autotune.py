@@ -4,7 +4,7 @@ An operator does not take its profiled time in every plan: the machine changes i
 and the computing thread is busy with copies as well. So plans are compared by steps that really run. Where
 `StepPlanAutotuner` (`fusion/runtime/plan_autotuner.py`) finds a prediction off by more than a fifth during training,
 `StepPlanner.replanned` (`fusion/runtime/step_planner.py`) corrects the arrays by the measurement, and plans the trials
-once more (§3.2 has no such step).
+once more (§3.2 has no such step). `key_of` tells ways apart that run different instructions.
 """
 
 from collections.abc import Hashable
@@ -15,7 +15,7 @@ from hydra_tune.planner.ir.step_profile import OperatorProfile, SubArrayProfile
 from hydra_tune.planner.search.portfolio import PortfolioPlan, SubArrayPlan
 
 TOLERANCE = 0.2
-"""Relative difference between predicted and measured time that triggers a new plan (§3.2's portfolio, ours)."""
+"""Relative difference between predicted and measured time that triggers a new plan; the paper has no such limit."""
 
 _EPSILON = 1e-12
 

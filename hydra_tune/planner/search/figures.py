@@ -4,7 +4,7 @@ Figure 3: how long feature maps lie idle, the memory over a step, and the peak a
 Figure 9: the seconds that each way of the portfolio computes, recomputes, waits and hides, and its memory.
 
 `pool/dry_run/step_profiles.py` computes the figures for `hydra-tune plan --profile`, once for each kind of trial, and
-`cli/dry_run/plan_figures.py` prints the figures.
+`cli/dry_run/plan_figures.py` prints the figures. Nothing in training reads them.
 """
 
 from collections.abc import Callable

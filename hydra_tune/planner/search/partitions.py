@@ -6,7 +6,8 @@ and any two sub-arrays may be a pair: the time of its plan decides. Planning all
 plans only parts that may belong to the fastest partition.
 
 `Planner.portfolio` (`portfolio.py`) searches for `hydra-tune plan --profile`, and `compared`
-(`fusion/runtime/planned_group_size.py`) searches before the pool forms jobs.
+(`fusion/runtime/planned_group_size.py`) searches before the pool forms a group. The search must not plan: its caller
+plans each part, and reports the seconds or the refusal.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,7 @@ of several plans, and the same passes simulate every plan:
 
 * `fits, one after another`: sub-arrays as large as fit with everything kept, each run alone (as HFTA does);
 * `full fusion`: all trials in a single sub-array, with swaps and recomputations (Capuchin on HFTA);
-* for all pairs of a partition: `kept`, `no interleaving`, `swaps alone`, `recomputations alone`, `min-cut`
+* for all sub-arrays and pairs of a partition: `kept`, `no interleaving`, `swaps alone`, `recomputations alone`, `min-cut`
   (recomputations by a minimum cut with a budget), and `interleaved`, the paper's way;
 * `each pair's best` of these ways.
 

@@ -13,10 +13,10 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 WARM_UPS, TURNS = 2, 9
-"""Untimed and timed steps of each candidate."""
+"""Untimed and timed turns of each candidate; `StepPlanAutotuner` gives numbers of its own."""
 
 LEAVES_AT = 1.3
-"""A candidate slower than the fastest by this factor leaves after three turns."""
+"""A candidate slower than the fastest by more than this factor leaves after a timed turn, from the third on."""
 
 _LEAST_TURNS = 3
 

@@ -2,7 +2,10 @@
 
 The arithmetic is that of `batched/gradient_clipping.py`, traced. No gradient is overwritten: the factors multiply the
 copy that the parameter's update makes (`optimizer_graph.py`), so all gradients stay in memory until then.
-`step_graph.py` emits the nodes while the graph of a step with clipped gradients is built.
+`step_graph.py` emits the nodes while the graph of a step with clipped gradients is built, and appends every update,
+clipped or not, by `emitted`.
+
+Note: bits. Norms are joined in the order of the module's parameters, because the norm of the norms rounds by its order.
 """
 
 from collections.abc import Sequence

@@ -2,10 +2,12 @@
 
 Rates change from step to step, and some depend on the step number. They are numbers on the host, which the arithmetic
 derives from the members' options. To ask for the rates of a step, this module runs the arithmetic without tensors, once
-for each parameter group. An option becomes a constant of the graph if no scheduler changes the option and all members
-began with the same value: the unplanned step also computes with a constant then, and constants may round differently
-from tensors. `step_graph.py` traces the updates while a step's graph is built, and `StepStateBinding`
-(`fusion/runtime/step_arguments.py`) asks for the rates as each planned step begins.
+for each parameter group. An option that counts as steady (`batched/hyperparameters.py`: no learning rate, and nothing
+where a scheduler cycles the momentum) becomes a constant of the graph if all members began with the same value. The
+unplanned step also computes with a number then, and numbers may round differently from tensors. The unplanned step
+reads the number at each step, but the graph keeps the number of the trace. `step_graph.py` traces the updates while a
+step's graph is built, and `StepStateBinding` (`fusion/runtime/step_arguments.py`) asks for the rates as each planned
+step begins.
 """
 
 from collections.abc import Callable, Hashable, Sequence

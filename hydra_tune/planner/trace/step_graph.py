@@ -1,8 +1,8 @@
 """A sub-array's step as a single flat graph: forward, backward and the update of each parameter.
 
-Each parameter is updated as soon as no later operator needs the old value. When gradients are clipped by their common
-norm, all updates follow the norm (`grad_clip_graph.py`), smallest parameters first: all gradients are alive at that
-point, and each update holds a copy of its own gradient beside them.
+Each parameter is updated once its gradient is there and no later operator needs the old value. When gradients are
+clipped by their common norm, all updates follow the norm (`grad_clip_graph.py`), smallest parameters first: all
+gradients are alive at that point, and each update holds a copy of its own gradient beside them.
 
 The graph is traced on tensors without bytes (§3.2, step 3, and appendix B.1.2, B.1.3), so a step of any size can be
 traced. Random numbers have nodes of their own, placed just before the first use, in the order in which the step draws.
@@ -11,6 +11,12 @@ Differs: the paper has two graphs per sub-array. Here a single graph stores wher
 
 `StepPlanner` (`fusion/runtime/step_planner.py`) traces a group's step before the first plan of the step, and
 `fusion/runtime/task_profiles.py` traces steps for `hydra-tune plan --profile`.
+
+Note: gate. Tracing changes the state of the whole process, so callers of `step_graph` hold `GATE`
+(`shard/capture/capture_lock.py`) alone.
+
+Note: random numbers. Draws must keep their order, and a draw without users stays, or the members' generators would end
+the step in other states than without a plan.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """Reasons why a step cannot be planned: draws that depend on values, failing operators, tensors on several devices.
 
 The error messages name the operator or the tensors, so the user knows what to change in the model. `step_graph.py`
-checks the devices before tracing a step for a CPU, and looks for the operator to name when tracing fails.
+checks the devices before tracing a step where its tensors lie, as for a CPU, and asks for the operator to name when
+tracing fails. Nothing here draws: everything runs on tensors without bytes.
 """
 
 from collections.abc import Sequence
