@@ -1,8 +1,11 @@
 """`LoopTask`: a training loop of the user's own as a task.
 
-The function gets a `Loop` (`train/own_loop/handle.py`), registers what it trains, and marks the end of each unit of its
-work. `HydraExecutor.loop` makes a `LoopTask`; people import `LoopTask` from `hydra_tune` to return it from an Optuna
-objective.
+The function gets a `Loop` (`train/own_loop/handle.py`), registers the objects to train, and marks the end of each unit of
+work. `HydraExecutor.loop` (`executor.py`) makes a `LoopTask`; people import `LoopTask` from `hydra_tune` to return the task
+from an Optuna objective. `LoopTrial` (`train/own_loop/loop_trial.py`) runs the function in a pool, and
+`train/own_loop/plain.py` runs the function for `train_plain`.
+
+Note: a `LoopTask` is a `TrainTask` whose factories raise: code that reads a task must ask for the class before the factories.
 """
 
 from collections.abc import Callable, Iterable
