@@ -1,7 +1,8 @@
 """Finds trials left running by a dead process, for a new search to resume.
 
 The module does not know how a trial is driven. `OptimizeDriver` (`driver.py`) claims the found trials at the start of
-each search; `resume_sweep.py` lists them before a sweep, without claiming any.
+each search, and asks for new trials through `StudyResumer.ask`; `resume_sweep.py` lists the found trials before a sweep,
+without claiming any; `checkpoint_gc.py` and `shutdown.py` ask for checkpoints here.
 
 Note: ownership. With a `checkpoint_dir`, each search keeps a locked file there for as long as the search lives. The
 search *claims* a trial by writing the file's name into the trial's storage record, before or as the trial begins to
