@@ -1,7 +1,8 @@
-"""The training side of a pool: the executor of the node's devices, and temporary folders. Every call blocks.
+"""The training side of a pool: the executor of the node's devices, and temporary folders.
 
 `NodePool` (`node_pool.py`) makes a `NodePoolRuntime` when the pool opens, and calls the runtime in worker threads when
-a trial begins, is saved, moves or ends.
+a trial begins, is saved, moves or ends, because the calls block. Only `copy_at_end` returns at once, and is called on the
+event loop.
 """
 
 import contextlib
