@@ -2,7 +2,13 @@
 
 The `Trainer` is made once, read, and given up; the task keeps its settings, its data and the factories. Read
 `task_of` first, for the place of each part: `data.py` for the batches, `loss.py` for a step, `optimizer.py`,
-`evaluation.py`. `refusals.py` has everything that is refused. `trainer_from_result` is the way back.
+`evaluation.py`. `refusals.py` has most of the refusals; `task_of`, `data.py` and `optimizer.py` refuse the rest. People
+import `task_from_trainer` and `trainer_from_result`, the way back, from `hydra_tune_transformers`; `search.py` calls
+`task_of` for each trial of a search.
+
+Note: streams. A `Trainer` seeds the process's random streams, so a `Trainer` of the user's is made within
+`own_random_state`, or in a trial's own streams on a thread of the pool. Each trial has a model of its own: the weights of a
+model that the user holds never change.
 """
 
 import logging
