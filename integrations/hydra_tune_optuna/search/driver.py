@@ -94,7 +94,7 @@ class _PooledTrial:
 
     `failure` is an error raised in this thread on the trial's behalf, e.g. by the pruner. The job is then cancelled,
     and the trial is told when the job has ended, like every other. `known` are the steps already reported to the
-    storage by a process that died after its last checkpoint.
+    storage by an earlier search, which died or put the trial back after the last checkpoint.
     """
 
     trial: Trial
