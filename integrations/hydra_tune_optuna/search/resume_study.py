@@ -188,9 +188,9 @@ class StudyResumer:
             optuna_internals.note(self._study, frozen, _CLAIM + name, value=False)
 
     def _told(self, is_wanted: Callable[[FrozenTrial], bool]) -> list[ResumableTrial]:
-        """Find completed trials without kept weights, after a crash; remove the checkpoints of other completed or pruned trials.
+        """Find completed trials that lack kept weights after a crash.
 
-        Checkpoints of failed trials stay.
+        The checkpoints of other completed trials, and of pruned trials, are removed; checkpoints of failed trials stay.
         """
         recoverable = []
         for frozen in optuna_internals.ended(self._study, (TrialState.COMPLETE, TrialState.PRUNED)):
