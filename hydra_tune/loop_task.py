@@ -54,7 +54,7 @@ class LoopTask(TrainTask):
             give the number instead. None: as many again as so far.
         metric: metric reported to the tuner: a name, or several names for several objectives.
         precision: precision of the `torch.autocast` that the loop enters, if any. Only the way in which memory is
-            measured depends on it; with autocast and `"float32"`, the first steps may round differently.
+            measured depends on the precision; with autocast and `"float32"`, the first steps may round differently.
         result: report that gives the trial's value to a tuner: the `"last"` or the `"best"`.
         seed: seeds the trial's random streams before the function is called.
 

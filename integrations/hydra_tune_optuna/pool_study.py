@@ -124,7 +124,7 @@ class PoolStudy(Study):
         """Search: build a task for each trial, train the task in the pool, report, prune and tell.
 
         Args:
-            func: builds the task of a trial. It may also return the trial's value itself, as in plain Optuna.
+            func: builds the task of a trial, or returns the trial's value itself, as in plain Optuna.
             n_trials: new trials to run; without a limit, until `stop()`, `timeout` or Ctrl-C.
             timeout: seconds after which no new trial starts; running trials finish.
             n_jobs: trials in flight. 1, the default, and -1 stand for the pool's width; a larger number caps the width.

@@ -6,8 +6,8 @@
 A thread of `BestWeights` (`checkpoint/best.py` of `hydra_tune`) writes the files, so weights may be pending after an offer.
 
 Note: location. Each study has its own folder in `weights_dir`; the study's storage records the folder's name and place.
-So studies of one name never share a folder, and any process that can open the study finds the weights. `weights_dir=`
-finds a folder that was moved.
+So new studies of one name share no folder, and any process that can open the study finds the weights. Only a copy of a
+study under the same name, in another storage, shares the folder. `weights_dir=` finds a folder that was moved.
 """
 
 import contextlib

@@ -51,7 +51,7 @@ def task_from_trainer(make_trainer: Callable[[], Trainer]) -> TrainTask:
 
     Args:
         make_trainer: builds a `Trainer` with `use_cpu=True`, `save_strategy="no"` and `report_to="none"`. With a
-            `model_init` it is called once, here; with a `model`, once more for each trial, in a thread of the pool.
+            `model_init` the function is called once, here; with a `model`, once more for each trial, in a thread of the pool.
 
     Returns:
         The task. Change settings that `TrainingArguments` do not have with `dataclasses.replace(task, activations=...)`.
@@ -94,7 +94,7 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
 
 @contextmanager
 def own_random_state() -> Iterator[None]:
-    """Put the process's random streams back after the block: a `Trainer` seeds them."""
+    """Put the process's random streams back after the block, because a `Trainer` seeds the streams; GPU streams stay out."""
     state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global stream
     # No GPU streams: by default torch initializes every GPU of the machine to read its stream.
     with torch.random.fork_rng(devices=[]):

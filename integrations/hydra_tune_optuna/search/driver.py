@@ -69,7 +69,7 @@ class OptimizeLimits:
 
     Args:
         n_trials: new trials of this call; None for no limit.
-        timeout_seconds: no trial starts later than this after the start; None for no limit.
+        timeout_seconds: seconds from the start of the search, after which no trial starts; None for no limit.
         width: trials in flight, at least 1.
         catch: errors that fail only their own trial.
         gc_after_trial: collect garbage after each trial.

@@ -250,7 +250,7 @@ class NodePool:
         return isinstance(held.said, ReportOutcome) and held.said.number == ticket.number and not held.said.is_last
 
     async def _end(self, trials: list[LeasedTrial]) -> None:
-        """Drop trials, and wait until their memory is freed."""
+        """Drop trials, and wait up to `_END_SECONDS` until their jobs are over."""
         for trial in trials:
             # Removed first: a client that asks meanwhile is told that the trial is unknown.
             self._trials.remove(trial)
