@@ -83,7 +83,8 @@ class ReportOutcome:
         number: of the report, from 1.
         step: as of `hydra_tune.Reported`.
         metrics: likewise.
-        is_last: whether no training follows the report.
+        is_last: whether the report is the last planned report, and no training follows; `stop=` of the task may end the trial
+            after any report.
     """
 
     number: int

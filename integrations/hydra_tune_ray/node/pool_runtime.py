@@ -81,7 +81,7 @@ class NodePoolRuntime:
         """Copy a job's last state at the end, if the job may train on after its last report.
 
         Trials with `report_every` in steps may do so, and are over then. A trial that reports by epochs waits at its
-        last report to be saved instead: None.
+        last report to be saved instead: None. No copy is made of such a trial that `stop=` ends after an earlier report.
         """
         if job.task.report_every == "epoch":
             return None
