@@ -8,7 +8,8 @@ decides. SIGTERM ends a Python program on the spot by default; inside `ends_in_o
 `HydraExecutor` (`executor.py`) enters, SIGTERM raises `Terminated` and is delayed like Ctrl-C. `hydra-tune sweep` raises
 `Terminated` by a handler of its own (`cli/run/interrupt.py`).
 
-Note: the state belongs to the main thread of the process. In any other thread all contexts here do nothing.
+Note: the state belongs to the main thread of the process. In any other thread all contexts here do nothing. A forked
+process inherits handlers and state as of the fork.
 """
 
 import signal
