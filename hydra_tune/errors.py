@@ -1,7 +1,9 @@
-"""All errors that hydra-tune raises on purpose.
+"""The errors that hydra-tune raises on purpose for people to see, and helpers that word messages.
 
-Each message says what failed, then expected against found values (with units), then the remedy. The module knows
-nothing of the rest of the package. People import `HydraTuneError` and `TrialsFailed` from `hydra_tune`.
+Each message says what failed, then expected against found values (with units), then the remedy. All packages import the
+module, and the module must not import any of the packages. People import `HydraTuneError` and `TrialsFailed` from
+`hydra_tune`. Elsewhere are `Terminated` (`interrupts.py`), errors that never leave the package, and the errors of each
+integration (`errors.py` there).
 """
 
 import difflib
@@ -13,7 +15,7 @@ _NUM_NUMBERS = 8
 
 
 class HydraTuneError(Exception):
-    """Base of every error raised by hydra-tune."""
+    """Base of the errors of hydra-tune; `LoopEnded` and `Terminated`, which end code in order, have other bases."""
 
 
 def first_line(error: BaseException) -> str:

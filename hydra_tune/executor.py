@@ -2,9 +2,14 @@
 
 The executor checks options, starts the pool at first use, turns each `TrainTask` into a `Job`, and routes every call to
 the fusion layer, to the pool, or to the isolated process that runs the pool. Training itself happens on the pool's
-threads; a caller thread only submits, waits and reads figures. People import `HydraExecutor` from `hydra_tune`;
-`hydra-tune sweep` (`cli/run/sweep_run.py`) and `hydra-tune plan` (`cli/dry_run/planning.py`) each make an executor at
-the start.
+threads; a caller thread only submits, waits, copies a job's state, plans and reads figures. People import
+`HydraExecutor` from `hydra_tune`; `hydra-tune sweep` (`cli/run/sweep_run.py`), `hydra-tune check`
+(`cli/dry_run/checking.py`) and `hydra-tune plan` (`cli/dry_run/planning.py`) make executors, and each Ray pool makes
+one executor (`NodePoolRuntime` of `hydra_tune_ray`). Studies of `hydra_tune_optuna` call an executor given by the user.
+
+Note: locks. `_lock` guards only the start of the pool and `_is_shut_down`, because several threads may make the first
+call at once. No call holds `_lock` while user code runs or a unit is awaited. A pool belongs to the process of the first
+use: a forked process may neither use nor end the pool.
 """
 
 import atexit
@@ -79,8 +84,8 @@ class HydraExecutor:
             "cpu:2"; "cuda:0,0" makes two devices of one GPU, each with `device_memory`.
         device_memory: memory that the pool may use on each device, e.g. "11GiB"; None: a GPU's free memory less a
             reserve; half of the free host memory for all CPU devices together.
-        host_memory: host memory for the state of all trials in flight; None for 80% of the memory free at the
-            start, beside the memory of CPU devices.
+        host_memory: host memory for the state of all trials in flight; None for 80% of the memory that is free at the
+            start and not taken by CPU devices, and at least 20% of all free memory.
         spill_dir: a folder on disk for state beyond `host_memory`; None: trials wait until the host has room.
         policy: how the scheduler chooses shard units: "lrtf" (longest remaining time first), another name in
             `hydra_tune.schedule.POLICIES` or of an entry point in "hydra_tune.policies", or a `Policy`.
@@ -142,8 +147,9 @@ class HydraExecutor:
             never. See docs/explanation/planner.md.
         isolate: whether the pool runs in its own process, so that a crash of a trial (a segmentation fault, an exit)
             ends only the pool's process. The executor restarts the process and resumes all trials from their
-            checkpoints; a trial that has crashed the process twice fails with `TrialCrashedError`. Only `run`,
-            `submit`, `events`, `suspend` and `shutdown` are available then. See docs/howto/faults.md.
+            checkpoints; a trial that has crashed the process twice fails with `TrialCrashedError`. Of the methods only
+            `run`, `submit`, `loop`, `events`, `suspend`, `has_checkpoint` and `shutdown` are available then. See
+            docs/howto/faults.md.
         plans_only: the executor serves only `plan` and `profile`. CPU devices of size `device_memory` stand in for
             devices that are missing or smaller, without taking the memory.
 
@@ -233,7 +239,7 @@ class HydraExecutor:
             _shut_down_at_exit(self._isolated)
         # Signal handlers of a `with` block; closed last, so that Ctrl-C during shutdown still ends in order.
         self._signals = ExitStack()
-        # Guards the start of the pool and `_is_shut_down`: several studies may make the first call at once.
+        # Guards the start of the pool and `_is_shut_down`.
         self._lock = threading.Lock()
         self._pool: Pool | None = None
         self._fusion: FusedPool | None = None
@@ -331,8 +337,9 @@ class HydraExecutor:
             The job, a handle to wait on, answer and cancel.
 
         Raises:
-            ConfigError: not a task, a task whose data is `ShapesOnly`, a priority that is not an int, both
-                `resume_from` and `warm_start`, or an executor made with `plans_only=True`.
+            ConfigError: not a task, a task whose data is `ShapesOnly`, an option that makes no sense, both `resume_from`
+                and `warm_start`, or an executor made with `plans_only=True`; of a `LoopTask` also an executor with
+                `fusion`, `num_shards` or `optimizer_placement="host"`.
             CheckpointError: the folder has no checkpoint. A damaged or unfit checkpoint fails the job instead.
             HydraTuneError: the executor is shut down.
         """
@@ -417,7 +424,7 @@ class HydraExecutor:
 
         Raises:
             TaskError: an argument that cannot be right.
-            ConfigError: an executor with `fusion`, `num_shards`, or `optimizer_placement="host"`.
+            ConfigError: as of `submit`.
             HydraTuneError: as of `submit`.
         """
         task = LoopTask(fn, steps=steps, metric=metric, precision=precision, seed=seed)
@@ -475,7 +482,8 @@ class HydraExecutor:
             The new job, independent of the old job from then on.
 
         Raises:
-            ConfigError: a name in `changes` that is no argument of `TrainTask`, or a priority that is not an int.
+            ConfigError: a name in `changes` that is no argument of `TrainTask`, a priority that is not an int, or an
+                executor made with `plans_only=True` or `isolate=True`.
             TaskError: a task that cannot be trained as changed.
             CheckpointError: the job is over and has no checkpoint, ends meanwhile, is paused within a step, or has
                 state that cannot be copied.
@@ -691,7 +699,7 @@ class HydraExecutor:
         return EventStream()
 
     def stats(self) -> PoolStats:
-        """Return the pool's figures since its start; also works after `shutdown()`."""
+        """Return the pool's figures since its start; also works after the `shutdown()` of a pool that has started."""
         self._check_process()
         # Read without `_started()`, which raises after a shutdown: figures may be read after the end.
         pool = self._pool
@@ -734,7 +742,7 @@ class HydraExecutor:
         `recording().write(path)` writes a timeline for Perfetto and chrome://tracing.
 
         Raises:
-            HydraTuneError: the executor was made without `record=True`.
+            HydraTuneError: the executor was made without `record=True`, or shut down before the pool started.
         """
         pool = self._pool
         # As in `stats`: also after the end.
@@ -757,8 +765,8 @@ class HydraExecutor:
             The content of a profile, for `json.dump` or `hydra_tune.simulate.profile.parse_profile`.
 
         Raises:
-            ConfigError: a model that runs whole, for times of such a model are not known beforehand; or data without a
-                length, without `steps`.
+            ConfigError: a `LoopTask`; a model that runs whole, for times of such a model are not known beforehand; or data
+                without a length, without `steps`.
             HydraTuneError: a task that the pool would refuse.
         """
         check_count("steps", steps)
@@ -795,11 +803,12 @@ class HydraExecutor:
 
         Raises:
             BudgetError: a model that does not fit the devices; its `enough_bytes` is a sufficient budget.
-            ConfigError: no tasks; a model that runs whole and whose code reads the values of its tensors; or a model
-                too large to be built that runs whole or reads its weights during construction.
+            ConfigError: no tasks, a `LoopTask`, or a `profile` that is no number; a model that runs whole and whose code
+                reads the values of its tensors; or a model too large to be built that runs whole or reads its weights
+                during construction.
             TaskError: a task whose own code fails, as the code would in training; the original error is the cause.
-            HydraTuneError: a task that the pool would refuse. All of these errors but the first ConfigError are raised
-                only if no task can be planned.
+            HydraTuneError: a task that the pool would refuse. Errors of a model or a task are raised only if no task can
+                be planned.
         """
         tasks = list(tasks)
         refuse_loops(tasks, "plan")
@@ -851,11 +860,14 @@ class HydraExecutor:
         """Cancel all unfinished jobs, wait for running units, and end all threads. May be called again.
 
         Does nothing in a process forked beside the pool, because files and jobs belong to the pool's process.
+
+        Raises:
+            HydraTuneError: a trial's own code has called this method.
         """
         if self._is_forked:
             return
         with self._lock:
-            # Both under the lock, so that no pool can start after this point.
+            # The pool is read and the flag set under one lock, so that no pool can start after this point.
             pool = self._pool
             self._is_shut_down = True
         # Not under the lock: ending the pool waits for units, and their code may call the executor.
@@ -933,8 +945,7 @@ class HydraExecutor:
 def _options_of(cls: type[HydraExecutor]) -> list[str]:
     """Names of the options that an executor class and its bases take by keyword."""
     by_keyword = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    # Subclasses may take options of their own, and pass all others on.
-    # All but `object`, whose `__init__` names no options.
+    # Subclasses may take options of their own, and pass all others on. `object`, whose `__init__` names no options, is last.
     initializers = [vars(kind)["__init__"] for kind in cls.__mro__[:-1] if "__init__" in vars(kind)]
     parameters = (parameter for maker in initializers for parameter in signature(maker).parameters.values())
     return list(dict.fromkeys(p.name for p in parameters if p.kind in by_keyword and p.name != "self"))

@@ -5,7 +5,11 @@ and noting the trial leaves a trial that seems to run forever; an interrupt insi
 The Optuna driver (`integrations/hydra_tune_optuna/search/driver.py`) holds interrupts back for a whole search, and
 opens windows between events and around user code; `Pool` (`pool/pool.py`) holds interrupts back in each call that
 decides. SIGTERM ends a Python program on the spot by default; inside `ends_in_order`, which a `with` block of
-`HydraExecutor` enters, SIGTERM raises `Terminated` and is delayed like Ctrl-C.
+`HydraExecutor` (`executor.py`) enters, SIGTERM raises `Terminated` and is delayed like Ctrl-C. `hydra-tune sweep` raises
+`Terminated` by a handler of its own (`cli/run/interrupt.py`).
+
+Note: the state belongs to the main thread of the process. In any other thread all contexts here do nothing. A forked
+process inherits handlers and state as of the fork.
 """
 
 import signal

@@ -1,8 +1,11 @@
 """`LoopTask`: a training loop of the user's own as a task.
 
-The function gets a `Loop` (`train/own_loop/handle.py`), registers what it trains, and marks the end of each unit of its
-work. `HydraExecutor.loop` makes a `LoopTask`; people import `LoopTask` from `hydra_tune` to return it from an Optuna
-objective.
+The function gets a `Loop` (`train/own_loop/handle.py`), registers the objects to train, and marks the end of each unit of
+work. `HydraExecutor.loop` (`executor.py`) makes a `LoopTask`; people import `LoopTask` from `hydra_tune` to return the task
+from an Optuna objective. `LoopTrial` (`train/own_loop/loop_trial.py`) runs the function in a pool, and
+`train/own_loop/plain.py` runs the function for `train_plain`.
+
+Note: a `LoopTask` is a `TrainTask` whose factories raise: code that reads a task must ask for the class before the factories.
 """
 
 from collections.abc import Callable, Iterable
@@ -51,7 +54,7 @@ class LoopTask(TrainTask):
             give the number instead. None: as many again as so far.
         metric: metric reported to the tuner: a name, or several names for several objectives.
         precision: precision of the `torch.autocast` that the loop enters, if any. Only the way in which memory is
-            measured depends on it; with autocast and `"float32"`, the first steps may round differently.
+            measured depends on the precision; with autocast and `"float32"`, the first steps may round differently.
         result: report that gives the trial's value to a tuner: the `"last"` or the `"best"`.
         seed: seeds the trial's random streams before the function is called.
 

@@ -1,6 +1,7 @@
 """Old paths of modules that users may import: each works for one more release, with a warning that names the new path.
 
-`__init__.py` calls `find_old_paths` when a program first imports `hydra_tune`.
+`__init__.py` calls `find_old_paths` when a program first imports `hydra_tune`. An old path gives the module of the new
+path, the same object. The module must import nothing of the package, whose import stays cheap.
 """
 
 import sys

@@ -2,8 +2,9 @@
 
 `pyproject.toml` gives the supported versions, and `make compat` runs the tests with the oldest.
 
-`devices/cpu.py` calls `keep_cuda_guard` when a CPU device opens, and `shard/capture/step_capture.py` calls
-`mend_lstm_shapes` before a capture; rules of `fusion` and `shard` call `is_pointwise` when they classify an operator.
+`CpuDevice` (`devices/cpu.py`) calls `keep_cuda_guard` when a CPU device opens, and `shard/capture/step_capture.py` calls
+`mend_lstm_shapes` before a capture. `fusion/ragged/sample_rules.py`, `fusion/batching/batching_rules.py` and
+`shard/analysis/mutating_ops.py` call `is_pointwise` to classify an operator.
 """
 
 import _thread

@@ -1,8 +1,10 @@
 """Paths as users give them.
 
-Whoever takes a path from a user makes the path absolute here before any look at the file system: the event log's
-writer (`observe/event_log/writer.py`), the folders of checkpoints and of spilled blocks, `hydra-tune sweep`, and
-`load_module` of a study.
+Options that name a file or folder become absolute here before any look at the file system: the event log
+(`observe/event_log/writer.py`), `checkpoint_dir` (`pool/checkpointing/writer.py`, and `cli/run/sweep_run.py` and
+`cli/dry_run/checking.py` for a sweep file), `spill_dir` (`memory/host/spill_dir.py`), and `weights_dir` of a study
+(`integrations/hydra_tune_optuna/weights.py`). Folders given to `HydraExecutor.submit` and `save_to` do not come here, and
+keep a tilde.
 """
 
 import os

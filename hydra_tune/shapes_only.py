@@ -1,7 +1,9 @@
 """Data known only by shape: enough to plan a task, and never trained on.
 
 People import `ShapesOnly` from `hydra_tune` to plan a task without data; `HydraExecutor.submit` (`executor.py`) and
-`train_plain` (`train/loop/reference_loop.py`) refuse such a task before training.
+`train_plain` (`train/loop/reference_loop.py`) refuse such a task before training, and `hydra-tune plan`
+(`cli/dry_run/planning.py`) asks `has_shapes_only`. Only a handle, or the dataset of a loader, is recognized: a placeholder
+inside another dataset, or made by a callable, is not.
 """
 
 from typing import Any

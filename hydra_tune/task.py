@@ -2,9 +2,13 @@
 
 A task describes a training run with factories and data handles and holds no live objects: a waiting task costs nothing,
 and two tasks can be compared without building their models. Arguments are checked at construction, so that a mistake
-shows where the task was written and not hours later on a worker. The module knows nothing of shards and devices, and of
-tuners only the hint for a task returned to a tuner without an executor. People import `TrainTask` from `hydra_tune`,
-and submit the task to a `HydraExecutor` or return the task from a tuner's objective.
+shows where the task was written and not hours later on a worker. People import `TrainTask` from `hydra_tune`, and submit
+the task to a `HydraExecutor` or return the task from a tuner's objective. `train_plain` (`train/loop/reference_loop.py`)
+and the trials of a pool (`train/trial.py`, `shard/capture/step_module.py`) read the arguments, and share the functions
+here that judge a user's values, so that both ways accept and refuse the same.
+
+Note: a task is frozen, and several threads may share a task. The module must import nothing of shards and devices, and of
+tuners has only the hint for a task returned to a tuner without an executor.
 """
 
 import logging
@@ -44,7 +48,10 @@ _FUNCTIONS = (
 
 
 class _ClosureSnapshotSlot:
-    """Slot for state that a task keeps beside its arguments; a copy or a pickle of a task has none."""
+    """Slot for state that a task keeps beside its arguments; a copy or a pickle of a task has none.
+
+    `dataclasses.replace` constructs a task, and so fills the slot anew.
+    """
 
     # In a base class, and so no dataclass field: comparisons, copies and pickles leave the slot out.
     __slots__ = ("_closures",)

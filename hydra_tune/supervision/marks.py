@@ -1,13 +1,18 @@
 """Marks: the trial of each thread, written to memory shared with a supervisor, so marks survive the process.
 
-A worker (`pool/runtime/worker.py`) or preparer (`pool/runtime/preparer.py`) enters `at_work` while a trial's code runs,
-at the cost of two writes to memory, and `supervise` (`supervisor.py`) reads the marks once the process has ended. A
-process without a supervisor writes nothing.
+A worker (`pool/runtime/worker.py`), a preparer (`JobDispatcher.preparing` in `pool/runtime/dispatcher.py`), the thread of
+a user's loop (`train/own_loop/loop_trial.py`), the server of an isolated pool (`isolation/child.py`) and the objective of a
+sweep (`integrations/hydra_tune_optuna/sweep.py`) enter `at_work` while a trial's code runs, at the cost of three writes to
+memory. `supervise` (`supervisor.py`) reads the marks once the process has ended. A process without a supervisor writes nothing.
 
-Note: blame. The trial to blame for a crash is the trial marked for the faulting thread, if the system has named the
-thread; otherwise the marked trial, if exactly one trial is marked and no other thread is known to be at fault. If
-neither rule applies, all marked trials become *suspects* in the next process: while a suspect is marked there, no other
+Note: blame (`CrashHistory.note` in `supervisor.py`). A process that ends itself out of order may name the trial to blame
+(`give_up`). Else the trial to blame is the trial marked for the faulting thread, if the system has named the thread; or
+the marked trial, if exactly one trial is marked, and either no thread was named or the trial ran alone as a suspect.
+If no rule applies, all marked trials become *suspects* in the next process: while a suspect is marked there, no other
 trial is, so the next crash has a single candidate.
+
+Note: turns. While a process has suspects, `at_work` may wait for other threads to leave. So a thread must not wait, inside
+`at_work`, for another thread that has yet to enter.
 """
 
 import hashlib
@@ -42,7 +47,10 @@ def marked_as(name: str) -> str:
 
 
 class TrialMarkTable:
-    """Record written by a process and read by the supervisor afterwards; created by the supervisor before the fork."""
+    """Record written by a process and read by the supervisor afterwards; created by the supervisor before the fork.
+
+    The memory is shared; suspects and turns belong to the writing process alone.
+    """
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, (_SLOTS + 2) * _SLOT_BYTES)
@@ -64,7 +72,7 @@ class TrialMarkTable:
 
     @contextmanager
     def at_work(self, name: str) -> Iterator[None]:
-        """Mark a trial inside the context, as the module's `at_work` does."""
+        """Mark a trial for this thread inside the context; with suspects, wait for a turn first."""
         name = marked_as(name)
         turn = self._turn(is_alone=name in self._suspects) if self._suspects else nullcontext()
         with turn:
@@ -109,7 +117,10 @@ class TrialMarkTable:
         _END.pack_into(self._memory, 0, True, code)
 
     def give_up(self, why: str, culprit: str | None) -> None:
-        """Record why the process is about to end out of order, and the trial to blame; None: the marks tell."""
+        """Record why the process is about to end out of order, and the trial to blame; None: the marks tell.
+
+        From now on no thread changes a mark.
+        """
         if culprit is not None:
             self._write(_CULPRIT_SLOT, marked_as(culprit))
         self._is_given_up = True

@@ -1,11 +1,12 @@
 """The supervisor: starts a process, waits for the end, and restarts the process after a crash, until an orderly end.
 
 With isolation, `hydra-tune sweep` (`cli/commands/sweep.py`) calls `supervise` before the sweep begins, and
-`IsolatedPoolClient` (`isolation/parent.py`) does so in a copy of the program when an executor's pool starts.
+`IsolatedPoolClient` (`isolation/parent.py`) does so in a copy of the program at the first submitted task.
 
 Note: fork. The process is a copy of the supervisor, with the program and all functions. The supervisor only waits, and
-runs no threads, so each copy is as sound as the first. The process's `TrialMarkTable` tells the supervisor which
-trials were at work.
+runs no threads, so each copy is as sound as the first. `supervise` makes a new `TrialMarkTable` (`marks.py`) for each
+process, and reads the table after the process has ended. The module must not import torch: threads or CUDA begun in the
+supervisor would spoil every later copy.
 
 Note: signals. Ctrl-C in a terminal reaches both processes, `kill` only the supervisor, and some job systems signal all
 processes of a job. The supervisor forwards a signal if the process has not counted the signal itself a moment later,

@@ -1,6 +1,7 @@
 """The callbacks of a `Trainer`: some are taken over, some change no number, and all others are refused by name.
 
-`task_from_lightning` (`task.py`) asks `Callbacks.of` first.
+`task_from_lightning` (`task.py`) asks `Callbacks.of` first, and `options.py` warns of options that write files. The task's
+`stop` is a `CallbackStop`.
 """
 
 import copy
@@ -20,7 +21,7 @@ from hydra_tune_lightning.errors import RefusedModuleError
 _LOGGER = logging.getLogger(__name__)
 
 WITHOUT_EFFECT: tuple[type, ...] = (stock.ProgressBar, stock.ModelSummary)
-"""Callbacks that only show something; classes that derive from these do the same."""
+"""Callbacks that only show something; derived classes are taken for the same, and are never called."""
 
 NOT_WRITTEN = {
     "ModelCheckpoint": "save_checkpoint(result, path) writes the trained weights, and keep_best= of a study keeps the best",
@@ -116,7 +117,7 @@ class Callbacks:
 
     Attributes:
         stop: ends a training early; None: none does.
-        monitor: name monitored by the first callback; None: no callback monitors a name.
+        monitor: name monitored by the first callback that monitors a name; None: no callback does.
         watched: names whose values end the training.
     """
 

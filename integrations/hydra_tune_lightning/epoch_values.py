@@ -1,8 +1,12 @@
 """The values of an epoch: logged tensors reduced as `self.log` says, and metrics of torchmetrics from their states.
 
-A metric begins each batch of a validation anew. The pool concatenates the states of all batches, and `EpochValues` adds
-the states up in the order of the batches, as the metric itself would have done. `StepLogs` collects the logged values of a
-batch. `train_logs.py` has the values of `training_step`.
+A metric begins each batch anew (`new_metrics`), in training and in validation. The pool concatenates the states of all
+batches of a validation, and `EpochValues`, the task's `finish`, adds the states up in the order of the batches, as the
+metric itself would have done. `StepLogs` collects the logged values of a batch. `task.py` makes `EpochValues`; `step.py`,
+`train_logs.py` (the values of `training_step`) and `validation_end.py` use the rest, and `refusals.py` asks for
+`metric_refusals`.
+
+Note: bits. Values are added one after another, in Lightning's order and types; a sum by `Tensor.sum()` has other last bits.
 """
 
 import copy

@@ -1,6 +1,7 @@
 """Errors that only the integration with Lightning raises.
 
-`task_from_lightning` (`task.py`) raises `RefusedModuleError`; people import the class from `hydra_tune_lightning`.
+`task_from_lightning` (`task.py`, with `callbacks.py`, `options.py`, `data.py` and `optimizer.py`) raises
+`RefusedModuleError`; people import the class from `hydra_tune_lightning`.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,8 @@
 
 A trial's `configure_optimizers` runs once, when the pool asks for parameter groups. The groups then carry the optimizer
 to the factory of optimizers, and the optimizer carries the scheduler to the factory of schedulers. `ConfiguredOptimizer` reads
-what a module returns, for `task.py` and for each trial.
+the answer of a module, for `task.py` and for each trial. `task.py` makes the factories, and a trial calls the factories in
+the order of groups, optimizer, scheduler.
 """
 
 import functools

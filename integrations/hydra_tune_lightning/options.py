@@ -1,7 +1,7 @@
 """The options of a `Trainer`, checked: some are taken over, some have no effect, and all others are refused by name.
 
-`task_from_lightning` (`task.py`) reads `TrainerOptions` for the arguments of the task, and `trainer_stand_in.py` shows
-the options to the module's code.
+`task_from_lightning` (`task.py`) checks the options first, and reads `TrainerOptions` for the arguments of the task;
+`trainer_stand_in.py` shows the options to the module's code.
 """
 
 import inspect

@@ -2,7 +2,7 @@
 
 `task_from_lightning` (`task.py`) refuses a module with any of these. A method of `LightningModule` that the module has
 overridden is called as Lightning calls the method, has no effect on a training, or is refused. `options.py` has the
-options of the `Trainer`.
+options of the `Trainer`, `callbacks.py` the callbacks, and `data.py` and `optimizer.py` refuse loaders and optimizers.
 """
 
 import dis

@@ -2,7 +2,11 @@
 
 Both hold only options, so that a trial cut into shards has little to compare before each step, and trials with equal steps
 may be fused. `epoch_values.py` makes metrics of the values logged by a validation, and `train_logs.py` keeps the values
-logged by a training. `task.py` makes the functions.
+logged by a training. `task.py` makes the functions; the pool and `hydra_tune.train_plain` call `LightningStep` for each
+batch of a training, and `LightningEvaluation` for each batch of a validation.
+
+Note: a captured step runs this code at its capture alone, and not for each batch. So a step must not count batches in
+Python; `TrainLogs` counts in a tensor.
 """
 
 import dis

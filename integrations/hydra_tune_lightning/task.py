@@ -2,7 +2,13 @@
 
 The module is made once, read, and given up; the task keeps the options, the data and the factories. Read `_task_of`
 first, for the place of each part: `data.py` for the batches, `step.py` for a step, `optimizer.py`,
-`epoch_values.py`. `refusals.py` and `options.py` have everything that is refused. `save_checkpoint` is the way back.
+`epoch_values.py`. `refusals.py`, `options.py` and `callbacks.py` have most of the refusals; `data.py`, `optimizer.py` and
+this module refuse the rest. People import `task_from_lightning` and `save_checkpoint`, the way back, from
+`hydra_tune_lightning`.
+
+Note: order and streams. A trial's module is built, prepared and set up in Lightning's order, from the position of the
+random streams that Lightning would have; a draw more or less changes every number. `_ModuleFactory` runs in threads of the
+pool, and must leave the objects of other trials alone.
 """
 
 import copy

@@ -2,7 +2,11 @@
 
 `TrainLogs` gives a module a table with a row for each name, and room for the states of its metrics. Each step adds its
 values, by the operations of Lightning's collection of results; the first step of an epoch begins anew. An evaluation reads
-the table, and `EpochValues` (`epoch_values.py`) reports what `Trainer.callback_metrics` has at the end of the epoch.
+the table, and `EpochValues` (`epoch_values.py`) reports the values of `Trainer.callback_metrics` at the end of the epoch.
+`task.py` makes the `TrainLogs`, and `step.py` calls `add` and `read`.
+
+Note: no branch of `add` may depend on the value of a tensor, because a captured step has one course for all batches. The
+table counts calls of `add`: exactly one for each batch of an epoch.
 """
 
 from collections.abc import Iterator, Mapping

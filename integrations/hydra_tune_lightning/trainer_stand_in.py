@@ -2,7 +2,10 @@
 
 The stand-in has the attributes whose values are right in every trial. Any other attribute is refused by name: a
 `self.current_epoch` without a trainer would be 0 for ever. `standing_in` attaches the stand-in while code of the module
-runs, because copies of a `LightningModule` lose their trainer.
+runs, because copies of a `LightningModule` lose their trainer. `task.py`, `step.py`, `optimizer.py` and `validation_end.py`
+enter `standing_in` around each method of the module.
+
+Note: after the block the module must be as before, or a checkpoint and a comparison of steps would see the trainer.
 """
 
 import functools

@@ -5,10 +5,13 @@ A study made with an executor is a `PoolStudy`: its `optimize` trains the `Train
 executor's pool. Without an executor the package acts as Optuna, unchanged. `install()` makes `import optuna` itself
 take `executor=`.
 
-The package must not know shards or devices: an executor takes tasks and hands back reports. Read `study` and
-`pool_study` first, then `search`, the loop between study and pool, and `weights`, which keeps the best trials' weights.
-`sweep`, `finding` and `study_reader` serve the command line, `monkeypatch` has `install`, and `optuna_internals` alone
-uses Optuna's private names.
+The package must not know shards, and of devices only names and number: an executor takes tasks and hands back reports.
+Read `study` and `pool_study` first, then `search`, the loop between study and pool, and `weights`, which keeps the best
+trials' weights. `sweep`, `finding`, `study_reader` and `storage_opening` serve the command line, `monkeypatch` has
+`install`, and `optuna_internals` alone uses Optuna's private names. `hyperparameter_search` of `hydra_tune_transformers`
+makes its study here.
+
+Note: imports. `import hydra_tune_optuna` must not import torch, because `hydra-tune list` reads studies without torch.
 """
 
 from importlib import import_module

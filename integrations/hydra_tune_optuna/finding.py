@@ -1,7 +1,8 @@
 """Finds the weights of a finished sweep: the entry point `optuna` of the group `hydra_tune.weights`.
 
-The module only reads: a missing storage or study is an error, never created. `hydra-tune best`
-and `export` (`hydra_tune/cli/run/export.py`) call `find_weights` to export a trial's weights.
+The module only reads: a missing storage or study is an error, never created. `hydra-tune best` and `export`
+(`hydra_tune/cli/run/export.py`) find `find_weights` by the entry point, to export a trial's weights. The module imports
+torch, unlike `study_reader.py`.
 """
 
 from pathlib import Path

@@ -3,6 +3,9 @@
 Optuna's own `create_study` and `load_study` are replaced in the public modules by functions that pass all other
 arguments on. The module does not know the effect of an executor on a study. People import `install` from
 `hydra_tune_optuna` and call the function before such a program imports names from Optuna.
+
+Note: `_lock` guards `_replaced`. `uninstall` must restore the very objects of Optuna, also where others patch the same
+names.
 """
 
 import functools

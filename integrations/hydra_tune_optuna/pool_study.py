@@ -33,7 +33,7 @@ _LOCKED_SECONDS = 60.0
 
 
 def _do_nothing() -> None:
-    """Default of `settled`, for a study without a waiting caller."""
+    """Do nothing: the default of `settled`, for a study without a waiting caller."""
 
 
 class PoolStudy(Study):
@@ -50,7 +50,15 @@ class PoolStudy(Study):
         executor: the pool; one pool may serve several studies.
         keep_best: number of best trials whose weights are kept on disk, or "pareto" for all of `best_trials`; None: no
             weights are kept.
-        weights_dir: the folder for the weights; None for "weights", in the program's working directory at the start.
+        weights_dir: the folder for the weights; None for "weights". A relative path starts at the working directory of
+            each call of `optimize`.
+
+    Attributes:
+        executor: as given; None in a copy. A program may set another.
+        keep_best: as given; read at each call of `optimize`.
+        weights_dir: likewise.
+        tell_lost: receives a message for weights that could not be kept; `run_sweep` (`sweep.py`) sets both callbacks.
+        settled: as of `OptimizeDriver`.
 
     Raises:
         ConfigError: `executor` is not a hydra-tune executor, or `keep_best` or `weights_dir` makes no sense.
@@ -116,7 +124,7 @@ class PoolStudy(Study):
         """Search: build a task for each trial, train the task in the pool, report, prune and tell.
 
         Args:
-            func: builds the task of a trial. It may also return the trial's value itself, as in plain Optuna.
+            func: builds the task of a trial, or returns the trial's value itself, as in plain Optuna.
             n_trials: new trials to run; without a limit, until `stop()`, `timeout` or Ctrl-C.
             timeout: seconds after which no new trial starts; running trials finish.
             n_jobs: trials in flight. 1, the default, and -1 stand for the pool's width; a larger number caps the width.

@@ -1,7 +1,8 @@
 """Opens the storage that a sweep file or the command line names, without creating one for a reader.
 
-`run_sweep` and `check_sweep` (`sweep.py`), `find_weights` (`finding.py`) and `OptunaStudyReader` (`study_reader.py`)
-open storages here. The module must not import torch, so that `hydra-tune list` answers at once.
+`run_sweep` and `check_sweep` (`sweep.py`), and `OptunaStudyReader` and `stored_study` (`study_reader.py`) open storages
+here. Optuna creates a missing storage when the value of `open_storage` is used: a reader must call `check_file` and
+`has_tables` before. The module must not import torch, so that `hydra-tune list` answers at once.
 """
 
 import sqlite3

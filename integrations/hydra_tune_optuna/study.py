@@ -1,7 +1,8 @@
 """Drop-in for `optuna.study`, with a `create_study` and a `load_study` that take `executor=`.
 
 The module makes studies and knows nothing of how a `PoolStudy` runs. People import `create_study` and `load_study` from
-`hydra_tune_optuna`; `run_sweep` (`sweep.py`) opens each sweep's study by `create_study`.
+`hydra_tune_optuna`; `run_sweep` (`sweep.py`) opens each sweep's study by `create_study`, and `monkeypatch.py` calls
+`with_executor`.
 """
 
 import os
@@ -106,7 +107,8 @@ def create_study(
         executor: the pool that trains the study's tasks. A pool may serve several studies; no study closes the pool.
         keep_best: number of best trials whose weights are kept on disk, or "pareto" for all of `study.best_trials`;
             None: no weights are kept. `study.load_module(study.best_trial)` loads the kept weights.
-        weights_dir: the folder for the weights; None for "weights", in the program's working directory at the start.
+        weights_dir: the folder for the weights; None for "weights". A relative path starts at the working directory of
+            each call of `optimize`.
 
     Returns:
         A `PoolStudy`, or, without an executor, a plain Optuna study.

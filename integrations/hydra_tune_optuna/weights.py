@@ -1,11 +1,13 @@
 """Keeps the weights of a study's best trials, and loads a trial's trained module.
 
-`OptimizeDriver` (`search/driver.py`) offers each completed trial's weights to `StudyWeights`; after a search, people
-import `load_module` from `hydra_tune_optuna`.
+`PoolStudy.optimize` (`pool_study.py`) makes a `StudyWeights` for each search with `keep_best`, and `OptimizeDriver`
+(`search/driver.py`) offers each completed trial's weights. After a search, people import `load_module`, `kept_weights` and
+`weights_path` from `hydra_tune_optuna`; `run_sweep` (`sweep.py`) and `find_weights` (`finding.py`) serve the command line.
+A thread of `BestWeights` (`checkpoint/best.py` of `hydra_tune`) writes the files, so weights may be pending after an offer.
 
 Note: location. Each study has its own folder in `weights_dir`; the study's storage records the folder's name and place.
-So studies of one name never share a folder, and any process that can open the study finds the weights. `weights_dir=`
-finds a folder that was moved.
+So new studies of one name share no folder, and any process that can open the study finds the weights. Only a copy of a
+study under the same name, in another storage, shares the folder. `weights_dir=` finds a folder that was moved.
 """
 
 import contextlib

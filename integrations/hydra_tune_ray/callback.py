@@ -1,4 +1,4 @@
-"""A callback by which the driver tells pools of every trial's end, even if the trial's process has died.
+"""A callback by which the driver tells all pools of every trial's end, even if the trial's process has died.
 
 People import `PoolCallback` from `hydra_tune_ray` for Ray's `RunConfig`; `sweep.py` adds the callback to each sweep on
 a cluster.

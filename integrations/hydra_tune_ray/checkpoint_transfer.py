@@ -1,7 +1,10 @@
 """Converts a checkpoint's folder to bytes and back, for transport between nodes through Ray's object store.
 
-`PoolTrainable` (`trainable.py`) reads a checkpoint that Ray restores, `NodePoolRuntime` (`node/pool_runtime.py`) writes
-the files out before the trial resumes, and `TrialClient` (`client.py`) does so when Ray saves a trial of another node.
+`PoolTrainable` (`trainable.py`) reads a checkpoint that Ray restores. `NodePoolRuntime` (`node/pool_runtime.py`) writes the
+files out before the trial resumes, and reads the files of a saved trial. `TrialClient` (`client.py`) writes the files that a
+pool returns, of a trial on another node or of a completed trial. `weights.py` finds the folder of a checkpoint.
+
+Note: the module must not import torch. The manifest is written last, so that half a checkpoint never counts as whole.
 """
 
 from pathlib import Path

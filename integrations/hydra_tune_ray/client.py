@@ -1,10 +1,14 @@
 """A trial's connection to its pool: one attempt at the trial, in whichever pool trains the trial.
 
-`PoolTrainable` (`trainable.py`) makes a `TrialClient` at the first step of each attempt, and asks for the next report
-in every step.
+`PoolTrainable` (`trainable.py`) makes a `TrialClient` at the first step of each attempt, asks for the next report in every
+step, and saves and leaves through the client. The module runs in a trial's process, and must not import torch.
 
-Note: waits. A pool answers within seconds, if only with `WaitingOutcome`; a pool silent for a minute is taken for
-dead. So a trial waits for training as long as training takes, and for nothing else.
+Note: waits. A pool answers a question for a report within seconds, if only with `WaitingOutcome`; a pool silent for a minute
+is taken for dead. A call that builds a trial may take five minutes, and a call that saves a trial ten. So a trial waits for
+training as long as training takes, and for nothing else without a limit.
+
+Note: every question may reach the pool twice, so a repeated question must not change the trial again. A daemon thread renews
+the lease; all other calls come from Ray's thread of the trial.
 """
 
 import contextlib

@@ -1,4 +1,8 @@
-"""Errors that only the Ray integration raises."""
+"""Errors that only the Ray integration raises.
+
+`installed.py` raises `RayVersionError`, `pickling.py` `BuildPickleError`, and `client.py` and `trainable.py` `TrialError`;
+`client.py`, `pools.py`, `version.py` and `node/` raise `PoolError`. People import the classes from `hydra_tune_ray`.
+"""
 
 from hydra_tune.errors import ConfigError, HydraTuneError
 

@@ -2,7 +2,11 @@
 
 All messages are plain values, so that a trial's process can read a pool's message without importing torch, and a pool
 needs nothing of Ray Tune. `TrialClient` (`client.py`) and `NodePool` (`node/node_pool.py`) exchange messages at a
-trial's begin, at each report and at the end; `node/heartbeat.py` sends a pool's load.
+trial's begin, at each report and at the end; `LeasedTrialTable` (`node/trial_leases.py`) makes the answers,
+`node/heartbeat.py` sends a pool's load to `PoolDirectory` (`node/pool_directory.py`), and `Pools` (`pools.py`) returns
+`PoolFigures`.
+
+Note: each change of a message here needs a higher `PROTOCOL` (`version.py`), because pools may be older than a driver.
 """
 
 from collections.abc import Mapping
@@ -79,7 +83,8 @@ class ReportOutcome:
         number: of the report, from 1.
         step: as of `hydra_tune.Reported`.
         metrics: likewise.
-        is_last: whether no training follows the report.
+        is_last: whether the report is the last planned report, and no training follows; `stop=` of the task may end the trial
+            after any report.
     """
 
     number: int

@@ -1,7 +1,7 @@
 """Pickles the objects sent to pools, once, and names the culprit where pickling fails.
 
 `trainable` (`trainable.py`) pickles `build` before any pool starts, and `start_pools` (`pools.py`) tries each option of
-the executor.
+the executor. `NodePoolRuntime` (`node/pool_runtime.py`) unpickles `build` for each trial.
 """
 
 import io

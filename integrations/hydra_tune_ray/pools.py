@@ -1,7 +1,8 @@
 """`start_pools`: starts a pool on each node of a Ray cluster with devices; `Pools` is the driver's handle.
 
 People import `start_pools` from `hydra_tune_ray` and call the function before a search; `trainable` (`trainable.py`)
-does so unless given `pools=`, and `sweep.py` before each sweep on a cluster.
+does so unless given `pools=`, and `sweep.py` before each sweep on a cluster. `PoolCallback` (`callback.py`) ends trials
+through `Pools`. The module must not import torch.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 The module translates a sweep's terms into Ray's search space, scheduler and searcher, and reports progress to the
 observer. `hydra-tune sweep --ray` (`hydra_tune/cli/run/cluster.py`) calls `run_sweep` once the sweep file has been
-checked.
+checked. Ray calls the observer's callback in the driver alone; a pickle of the callback is inert elsewhere.
 """
 
 import logging

@@ -1,6 +1,7 @@
 """Loads the trained module from a result of Ray.
 
-People import `load_module` from `hydra_tune_ray` after a search, to use the best trial's model.
+People import `load_module` from `hydra_tune_ray` after a search, to use the best trial's model. The module imports torch only
+when `load_module` is called.
 """
 
 from pathlib import Path

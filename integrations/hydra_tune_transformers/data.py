@@ -2,7 +2,10 @@
 
 `Trainer` draws through a loader of accelerate, always a batch ahead of the training: a collator with random numbers (masked
 tokens) draws the numbers of the next batch before the present batch trains. `AheadLoader` does the same, from the samplers
-of the `Trainer`. `task.py` makes the loaders.
+of the `Trainer`. `task.py` makes the loaders, and the pool draws from a copy of the `AheadLoader` for each trial.
+
+Note: order. Each draw must come at the time of `Trainer`'s draw. `num_passes` is part of a trial's place in its data, and a
+checkpoint holds the number as an attribute of the loader.
 """
 
 import copy

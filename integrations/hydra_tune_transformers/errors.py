@@ -1,7 +1,7 @@
 """Errors that only the integration with the transformers library raises.
 
-`task_from_trainer` (`task.py`) and `hyperparameter_search` (`search.py`) raise `RefusedTrainerError`; people import the
-class from `hydra_tune_transformers`.
+`task_from_trainer` (`task.py`, with `data.py`) and `hyperparameter_search` (`search.py`) raise `RefusedTrainerError`; people
+import the class from `hydra_tune_transformers`.
 """
 
 from collections.abc import Sequence

@@ -3,6 +3,10 @@
 `TrainerEvaluation` takes the place of `Trainer.prediction_step` for a batch, and `TrainerMetrics` the place of
 `Trainer.evaluation_loop` after the last batch. The pool concatenates the values of all batches in between, so a tensor of
 predictions goes there flat, beside its sizes: `logits.0` and `logits.0:0`, `logits.0:1`, ... `EarlyStop` ends a training.
+`task.py` makes all three, as `evaluate`, `finish` and `stop` of the task; `search.py` names its metrics by `OBJECTIVE`.
+
+Note: `compute_metrics` of all trials runs under one lock of the process (`_ONE_AT_A_TIME`); code within must not wait for
+another trial.
 """
 
 import math

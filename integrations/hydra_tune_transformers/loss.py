@@ -2,7 +2,8 @@
 
 `TrainerStep` computes a loss from a batch as `Trainer.training_step` and `Trainer.compute_loss` do. A step holds the few
 settings needed for the loss, and not the `Trainer`: a trial cut into shards compares everything read by the step before each
-step, and trials with equal steps may be fused. `task.py` makes the step, and `evaluation.py` evaluates with the same step.
+step, and trials with equal steps may be fused. `task.py` makes the step and the `ItemCount`, and `evaluation.py` evaluates
+with the same step. Bits: operations and types are those of `Trainer`, and a count is float32.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,8 @@
 """The optimizer of a `Trainer` as factories: groups by the names of parameters, and the class with its settings.
 
 `Trainer.create_optimizer` makes an optimizer for the parameters of one model. `recipe_of` keeps the class, the
-settings and the names of the parameters, and checks that the recipe makes an equal optimizer. `task.py` takes the recipe.
+settings and the names of the parameters, and checks that the recipe makes an equal optimizer. `task.py` takes the recipe,
+and turns a `ValueError` from here into a refusal.
 """
 
 import inspect

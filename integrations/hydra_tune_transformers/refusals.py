@@ -1,8 +1,8 @@
 """Everything of a `Trainer` that the pool would not do exactly, by name, with the reason and the remedy.
 
-`task_from_trainer` (`task.py`) refuses a `Trainer` with any of these. Each argument of `TrainingArguments` is taken over,
-has no effect on the numbers, or stands in the table of refusals; an argument that this module does not know is refused
-unless it has its default.
+`task_of` (`task.py`), for `task_from_trainer` and for each trial of a search, refuses a `Trainer` with any of these. Each
+argument of `TrainingArguments` is taken over, has no effect on the numbers, or stands in the table of refusals; an argument
+unknown to this module is refused unless the argument has its default.
 """
 
 import dataclasses

@@ -1,7 +1,11 @@
 """`hyperparameter_search`: `Trainer.hyperparameter_search` whose trials train in a pool.
 
-Each trial copies the arguments of the `Trainer`, sets those that `hp_space` suggests, as the transformers library does, and
-becomes a task (`task.py`) of a study of `hydra_tune_optuna`. `install` gives the method of `Trainer` an `executor=`.
+Each trial copies the arguments of the `Trainer`, sets the arguments that `hp_space` suggests, as the transformers library
+does, and becomes a task (`task.py`) of a study of `hydra_tune_optuna`. `install` gives the method of `Trainer` an
+`executor=`. People import `hyperparameter_search` and `install` from `hydra_tune_transformers`.
+
+Note: `_build` is the study's objective, and runs in the thread of the search. The model of a trial is built once more on a
+thread of the pool, with a `FixedTrial`, and so without the study's storage.
 """
 
 import copy

@@ -2,7 +2,13 @@
 
 The `Trainer` is made once, read, and given up; the task keeps its settings, its data and the factories. Read
 `task_of` first, for the place of each part: `data.py` for the batches, `loss.py` for a step, `optimizer.py`,
-`evaluation.py`. `refusals.py` has everything that is refused. `trainer_from_result` is the way back.
+`evaluation.py`. `refusals.py` has most of the refusals; `task_of`, `data.py` and `optimizer.py` refuse the rest. People
+import `task_from_trainer` and `trainer_from_result`, the way back, from `hydra_tune_transformers`; `search.py` calls
+`task_of` for each trial of a search.
+
+Note: streams. A `Trainer` seeds the process's random streams, so a `Trainer` of the user's is made within
+`own_random_state`, or in a trial's own streams on a thread of the pool. Each trial has a model of its own: the weights of a
+model that the user holds never change.
 """
 
 import logging
@@ -46,7 +52,7 @@ def task_from_trainer(make_trainer: Callable[[], Trainer]) -> TrainTask:
 
     Args:
         make_trainer: builds a `Trainer` with `use_cpu=True`, `save_strategy="no"` and `report_to="none"`. With a
-            `model_init` it is called once, here; with a `model`, once more for each trial, in a thread of the pool.
+            `model_init` the function is called once, here; with a `model`, once more for each trial, in a thread of the pool.
 
     Returns:
         The task. Change settings that `TrainingArguments` do not have with `dataclasses.replace(task, activations=...)`.
@@ -89,7 +95,7 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
 
 @contextmanager
 def own_random_state() -> Iterator[None]:
-    """Put the process's random streams back after the block: a `Trainer` seeds them."""
+    """Put the process's random streams back after the block, because a `Trainer` seeds the streams; GPU streams stay out."""
     state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global stream
     # No GPU streams: by default torch initializes every GPU of the machine to read its stream.
     with torch.random.fork_rng(devices=[]):

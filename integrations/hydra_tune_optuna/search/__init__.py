@@ -1,7 +1,7 @@
 """The loop between a study and a pool, and the parts that resume the loop after a crash.
 
-The package must not be imported by name from outside: `PoolStudy` and `run_sweep` are its users. Read `driver` first
-(ask, build, submit, report, tell), then `resume_study` and `resume_sweep`; `shutdown` ends a search early,
+Only `PoolStudy` (`pool_study.py`) and `run_sweep` (`sweep.py`) import the package. Read `driver` first (ask, build, submit,
+report, tell), then `resume_study` and `resume_sweep`; `values` converts reports, `shutdown` ends a search early,
 `sampler_state` notes where a sampler is, `checkpoint_gc` removes checkpoints, `heartbeat` keeps trials alive, and
-`pruner_checks` warns beforehand.
+`pruner_checks` chooses the order of trials and warns beforehand.
 """

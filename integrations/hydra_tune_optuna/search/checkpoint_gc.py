@@ -4,6 +4,9 @@ A process killed between the tell and the keeping leaves a complete trial with a
 search resumes the checkpoint in the pool to recover the weights; a checkpoint of the trial's final state takes no
 units. `OptimizeDriver` (`driver.py`) calls `told` after each completed or pruned trial, and `start` for each trial with
 weights to recover.
+
+Note: a checkpoint must outlive the write of its trial's weights, which another thread does. All calls come from the
+search's thread.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,12 @@
 """The loop between a study and a pool: ask, build, submit; report, prune or proceed; tell.
 
-`PoolStudy.optimize` (`pool_study.py`) makes and runs an `OptimizeDriver` in each call. One thread, the caller's,
-touches study, sampler, pruner and callbacks; the pool only ever waits for an answer to a report. The driver does around
-a task what Optuna's own `Study.optimize` does around an objective, in the same words and order. The module knows
-nothing of shards and devices.
+`PoolStudy.optimize` (`pool_study.py`) makes and runs an `OptimizeDriver` in each call; `sweep.py` takes `job_name` from
+here. One thread, the caller's, touches study, sampler, pruner and callbacks; the pool only ever waits for an answer to a
+report. The driver does around a task the same as Optuna's own `Study.optimize` around an objective, in the same words and
+order. The module knows nothing of shards and devices.
+
+Note: each trial is in `_untold` from the ask, before any of the user's code runs, until the tell, so that an early end
+finds the trial. Interrupts are held all the while, and come through only in the windows of `let_interrupts_through`.
 """
 
 import copy
@@ -66,7 +69,7 @@ class OptimizeLimits:
 
     Args:
         n_trials: new trials of this call; None for no limit.
-        timeout_seconds: no trial starts later than this after the start; None for no limit.
+        timeout_seconds: seconds from the start of the search, after which no trial starts; None for no limit.
         width: trials in flight, at least 1.
         catch: errors that fail only their own trial.
         gc_after_trial: collect garbage after each trial.
@@ -91,7 +94,7 @@ class _PooledTrial:
 
     `failure` is an error raised in this thread on the trial's behalf, e.g. by the pruner. The job is then cancelled,
     and the trial is told when the job has ended, like every other. `known` are the steps already reported to the
-    storage by a process that died after its last checkpoint.
+    storage by an earlier search, which died or put the trial back after the last checkpoint.
     """
 
     trial: Trial
@@ -112,7 +115,7 @@ class OptimizeDriver:
         limits: limits of the search.
         callbacks: called after each told trial that does not end the search.
         progress_bar: Optuna's own.
-        weights: keeps the weights of completed trials; None: no weights are kept.
+        weights: keeps the weights of the best completed trials; None: no weights are kept.
         settled: called once an interrupted search has stored the fate of its trials, or need not: the process may end
             at any moment afterwards.
     """
@@ -161,6 +164,8 @@ class OptimizeDriver:
         Raises:
             Exception: the first error of a trial that is not in `catch`, after all running trials have finished; or an
                 error of a callback, the storage or the pool, after all running trials were cancelled.
+            KeyboardInterrupt: Ctrl-C, after all running trials were saved for a later search or told as failed.
+            Terminated: SIGTERM, likewise.
         """
         # Ctrl-C waits except in marked windows: between an ask and its note, a trial would seem to run forever.
         with hold_interrupts(), self._heartbeat:

@@ -2,6 +2,8 @@
 
 Optuna starts a thread for each trial; a pool runs many trials. The module knows nothing of pools or of training.
 `OptimizeDriver` (`driver.py`) calls `add` when a trial begins, and `discard` when the trial has been told.
+
+Note: the thread touches the storage alone, in a session of its own, and never the study or the sampler.
 """
 
 import time

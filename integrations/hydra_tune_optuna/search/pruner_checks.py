@@ -3,7 +3,8 @@
 Trials that advance together end together. A pruner that compares with *completed* trials has nothing to compare with
 until the first trials end; where all trials of a search advance together, such a pruner never ends any. So such a search
 is staggered (`choose_admission`). The module counts trials, and drives nothing. `PoolStudy.optimize` (`pool_study.py`)
-asks before each search, and `run_sweep` (`sweep.py`) before each sweep of the command line.
+asks before each search, and `run_sweep` (`sweep.py`) before each sweep of the command line. During a search
+`OptimizeDriver` (`driver.py`) applies the chosen `RunAheadRule` to each report.
 
 Note: trials that run ahead. Staggered trials end early, but an idle device still trains trials that the pruner cannot
 judge yet. The median pruner saves most if just the trials needed for comparison end first. So, until enough trials have

@@ -1,7 +1,8 @@
 """Finds trials left running by a dead process, for a new search to resume.
 
 The module does not know how a trial is driven. `OptimizeDriver` (`driver.py`) claims the found trials at the start of
-each search; `resume_sweep.py` lists them before a sweep, without claiming any.
+each search, and asks for new trials through `StudyResumer.ask`; `resume_sweep.py` lists the found trials before a sweep,
+without claiming any; `checkpoint_gc.py` and `shutdown.py` ask for checkpoints here.
 
 Note: ownership. With a `checkpoint_dir`, each search keeps a locked file there for as long as the search lives. The
 search *claims* a trial by writing the file's name into the trial's storage record, before or as the trial begins to
@@ -187,7 +188,10 @@ class StudyResumer:
             optuna_internals.note(self._study, frozen, _CLAIM + name, value=False)
 
     def _told(self, is_wanted: Callable[[FrozenTrial], bool]) -> list[ResumableTrial]:
-        """Find completed trials without kept weights, after a crash; remove the checkpoints of other ended trials."""
+        """Find completed trials that lack kept weights after a crash.
+
+        The checkpoints of other completed trials, and of pruned trials, are removed; checkpoints of failed trials stay.
+        """
         recoverable = []
         for frozen in optuna_internals.ended(self._study, (TrialState.COMPLETE, TrialState.PRUNED)):
             try:

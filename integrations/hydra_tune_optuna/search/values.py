@@ -1,8 +1,8 @@
 """Converts a pool's reports to Optuna's values.
 
 The functions are pure: they depend only on a task, its reports, the study's directions or an objective's outcome, and
-drive nothing. `OptimizeDriver` (`driver.py`) checks each task before the submit, and converts each report and each
-trial's final value.
+drive nothing. `OptimizeDriver` (`driver.py`) checks each task here before the submit, and converts each report and each
+trial's final value here.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 Ray takes a millisecond or more for an actor call, and as much time of the CPUs that the pool computes on; the socket
 takes a tenth of both. `NodePool` (`node_pool.py`) listens once the devices are open, and `TrialClient` (`client.py`)
-connects when a trial begins on the same node.
+connects when a trial begins on the same node. The client's side must not import torch.
 
 Note: fallback. Every question may be asked twice, and a client asks again through Ray where the socket cannot be
 opened, breaks or times out, and for every answer other than a report or a wait. Access to the socket's folder is

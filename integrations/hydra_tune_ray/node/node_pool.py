@@ -4,8 +4,11 @@ The pool runs in a Ray actor. The actor's event loop only routes messages; tasks
 threads, and the devices compute in the executor's threads. `PoolActor` (`actors.py`) makes the `NodePool` at the first
 call, and forwards each call of a client or of the directory.
 
-Note: waits. The pool answers each call within `_ANSWER_SECONDS`, if only with `WaitingOutcome`. Calls that build, copy
-or write a trial may take minutes, and their callers allow for that. The heartbeat waits for no trial.
+Note: waits. The pool answers `next` within `_ANSWER_SECONDS`, if only with `WaitingOutcome`. Calls that build, copy, write or
+end a trial may take minutes, and their callers allow for minutes. The heartbeat waits for no trial.
+
+Note: threads. All state here changes on the event loop alone, without locks; a change across an `await` must look again
+whether the trial is still in the table. Nothing on the loop may block longer than the executor's own lock.
 """
 
 import asyncio
@@ -247,7 +250,7 @@ class NodePool:
         return isinstance(held.said, ReportOutcome) and held.said.number == ticket.number and not held.said.is_last
 
     async def _end(self, trials: list[LeasedTrial]) -> None:
-        """Drop trials, and wait until their memory is freed."""
+        """Drop trials, and wait up to `_END_SECONDS` until their jobs are over."""
         for trial in trials:
             # Removed first: a client that asks meanwhile is told that the trial is unknown.
             self._trials.remove(trial)

@@ -1,7 +1,7 @@
 """Finds the cluster's nodes with devices, and the share of each node that its pool takes.
 
 `start_pools` (`pools.py`) looks for devices before any pool starts, and `PoolDirectory` (`pool_directory.py`) lists the
-nodes anew every two seconds.
+nodes anew every two seconds, in a worker thread, because Ray may not answer.
 """
 
 import re

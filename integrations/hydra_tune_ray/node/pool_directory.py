@@ -1,6 +1,6 @@
 """The actor that manages a set of pools: starts a pool on each node with devices, and assigns trials to pools.
 
-The directory is stateless: every pool sends its load twice a second, so a restarted directory rebuilds its view within
+The directory stores nothing: every pool sends its load twice a second, so a restarted directory rebuilds its view within
 one heartbeat, on any node. The directory computes nothing and imports no torch. `start_pools` (`pools.py`) makes the
 actor, `TrialClient` (`client.py`) asks for a pool when a trial begins, and each pool reports through `heartbeat.py`.
 

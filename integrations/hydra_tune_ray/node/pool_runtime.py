@@ -1,7 +1,8 @@
-"""The training side of a pool: the executor of the node's devices, and temporary folders. Every call blocks.
+"""The training side of a pool: the executor of the node's devices, and temporary folders.
 
 `NodePool` (`node_pool.py`) makes a `NodePoolRuntime` when the pool opens, and calls the runtime in worker threads when
-a trial begins, is saved, moves or ends.
+a trial begins, is saved, moves or ends, because the calls block. Only `copy_at_end` returns at once, and is called on the
+event loop.
 """
 
 import contextlib
@@ -80,7 +81,7 @@ class NodePoolRuntime:
         """Copy a job's last state at the end, if the job may train on after its last report.
 
         Trials with `report_every` in steps may do so, and are over then. A trial that reports by epochs waits at its
-        last report to be saved instead: None.
+        last report to be saved instead: None. No copy is made of such a trial that `stop=` ends after an earlier report.
         """
         if job.task.report_every == "epoch":
             return None

@@ -3,7 +3,7 @@
 A pool knows the length of a trial's epochs after computing one, before that only the number of epochs, and nothing
 before building the trial. An epoch never timed is assumed to take the average time of the others' epochs.
 `PoolDirectory` (`pool_directory.py`) passes each pool's report on, and asks for the estimates before placing or moving
-a trial.
+a trial. The module does only arithmetic, on the directory's event loop.
 
 Note: smoothing. A pool measures seconds per step over the last few steps, and on a busy machine this figure doubles and
 halves within seconds. The remaining time multiplies the noise, so raw figures would send trials to and fro. The number

@@ -1,7 +1,8 @@
 """Trials held by a pool: each trial's job, last message, and lease.
 
 `LeasedTrialTable` runs in the event loop of the pool's actor and never blocks; `NodePool` (`node_pool.py`) calls the
-table at each message of a client, and moves blocking work to other threads.
+table at each message of a client and at each heartbeat, and moves blocking work to other threads. Only
+`_EventLoopStream.put` runs in the threads of jobs, and hands each event to the loop.
 
 Note: leases. A trial's client renews the lease at least every third of `lease_seconds`; the pool cancels a trial after
 a whole lease without renewal. A client that ends in order tells the pool so, and the driver's `PoolCallback` speaks for
@@ -44,8 +45,8 @@ class LeasedTrial:
         expires: time at which the lease ends, by `time.monotonic()`.
         number: number of reports made so far.
         job: the pool's job; None: being built.
-        at_end: future of the last state, filled when the job completes; None: the job waits at its last report until
-            saved.
+        at_end: future of the last state, filled when the job completes; None: no copy is made, because a job that
+            reports by epochs waits at its last report to be saved.
         said: last message of the job; None: no message since the last report was answered.
         target: name of the pool that the trial is to move to.
         leaving: background task that copies the trial for the move to `target`.
