@@ -3,7 +3,8 @@
 A `DataLoader` of a `TensorDataset` takes each sample apart and stacks the samples again; `tensor[indices]` gives the
 same bits. The indices come from the loader's own samplers, which draw the same numbers at the same time as in a plain
 loop. `TrialDataFeed` (`data_feed.py`) calls `source_of` at the start of each pass over a `DataLoader`, and draws only
-indices if the loader is known.
+indices if the loader is known. Members of fused groups (`fusion/group/member.py`) get the indices themselves, and
+`fusion/group/batched_inputs.py` gathers the batches of all members at once.
 
 Note: known loaders. A loader is known if the loader, its samplers, its data and its collation are exactly torch's own
 classes and the loader has no workers, so that no code of the user's is involved. Every other loader draws its batches

@@ -1,11 +1,12 @@
 """Safe start and end of a `DataLoader`'s worker processes: no worker hangs, and no worker is left behind.
 
-`HydraExecutor` (`executor.py`) calls `prepare` when a task is submitted, and `TrialDataFeed` (`data_feed.py`) calls
-`ready` before the workers of a pass start.
+`HydraExecutor` (`executor.py`) calls `prepare` when a task is submitted and `leave` when the executor shuts down, and
+`TrialDataFeed` (`data_feed.py`) calls `ready` before the workers of a pass start.
 
 Note: fork. A process with many threads must not fork: a lock held by another thread at the fork stays locked in the
 child for ever. So unless the user chose a context, workers are forked by `worker_server`, a process without threads. A
-loader's parts are pickled for each pass, so workers get the present state. This module knows nothing of trials.
+loader's parts are pickled each time workers start, so workers get the present state. `ready` must run outside the
+capture gate, because moving tensors to shared memory needs the gate for itself. This module knows nothing of trials.
 """
 
 import copy
