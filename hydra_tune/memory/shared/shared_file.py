@@ -7,7 +7,7 @@ own (copy on write), so no user ever sees another user's write, whichever way th
 (`train/checkpoint/trial_checkpoint.py`) have a digest in place of such a tensor. `HostTier` (`memory/host/host_tier.py`)
 counts each file once. The module knows no models and no devices.
 
-Note: the file itself. Only the constructor writes to the file's own pages. Whoever maps the file must map privately.
+Note: the file itself. Only the constructor writes to the file's own pages; every later mapping must be private.
 
 Example: eight trials map a base of 16 GiB. The host holds 16 GiB, and a trial that overwrites a layer of 200 MiB adds
 200 MiB.

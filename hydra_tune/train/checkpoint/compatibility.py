@@ -6,8 +6,8 @@ differ. `TrialObjects` (`trial_checkpoint.py`) describes a trial just after its 
 description with a checkpoint's before the trial resumes. `weights.py` compares parameters and buffers alone, and
 `Trial` (`train/trial.py`) and `train/data/loader_state.py` copy positions by `copied`.
 
-Note: older checkpoints. A new entry of the description makes every older checkpoint one of another task. So a new
-setting is described only where the setting differs from its default.
+Note: older checkpoints. A new entry of the description makes each older checkpoint a checkpoint of another task. So a
+new setting is described only where the setting differs from its default.
 """
 
 from collections.abc import Iterator, Mapping

@@ -45,8 +45,9 @@ def ready(loader: DataLoader[Any]) -> DataLoader[Any]:
         loader: any loader; left unchanged, except for a move of large tensors in the data to shared memory.
 
     Returns:
-        The loader itself if it has no workers. Otherwise a copy with two changes: workers receive the loader's parts
-        and, unless the user has chosen a context, start without a fork of this process.
+        The loader itself if there are no workers. Otherwise a copy with three changes: workers receive packed parts of
+        the loader unless the user has chosen "fork", start without a fork of this process unless the user has chosen a
+        context or another start method, and begin with `_WorkerStart`.
 
     Raises:
         TaskError: a dataset, `collate_fn` or `worker_init_fn` cannot be pickled, or a worker could not find an object

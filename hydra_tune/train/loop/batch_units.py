@@ -403,7 +403,7 @@ def run_unit(
     instrument: Callable[[], AbstractContextManager[Any]] | None,
     watch: DeviceStopwatch | None = None,
 ) -> float:
-    """Run a unit on the calling thread, which must be the device's worker.
+    """Run a unit on the calling thread: the device's worker, or a thread that times steps on a device of its own.
 
     Args:
         unit: the due unit.

@@ -9,8 +9,7 @@ Note: memory. The activations of a step are known only once the step has run, so
 (`workspace_tracker.py`). Where the room is used up, tensors saved by autograd so far go to the host, and tensors saved
 later go there at once: the step completes and counts, and the trial is cut from its next step on, or, where no cut is
 possible, spills in every step (`always_sheds`). Later steps of the kind get the room of the first step, and are not
-followed. The shapes of a batch define the kind: a batch that is no
-larger in any dimension needs no more room.
+followed. The shapes of a batch define the kind: a batch that is no larger in any dimension needs no more room.
 
 Note: undo. Where spilling activations does not help, a single operator needs more than the device has. Until the
 optimizer steps, only buffers, gradients, random streams and Python state of the trial have changed: `undo` restores all
