@@ -12,8 +12,8 @@ itself.
 
 Note: time of draws. Torch draws the base seed of workers in `iter()`, and a sampler without a generator draws its own
 seed with the first index, both from the trial's streams; later indices draw nothing from the streams. So with a sampler
-without a generator, all indices are taken with the first. A sampler with a generator of the user's may draw between
-batches and at the end of the pass, so its indices are taken as needed.
+without a generator, all indices are taken with the first, up to a limit. A sampler with a generator of the user's may
+draw between batches and at the end of the pass, so its indices are taken as needed.
 """
 
 import functools
