@@ -415,8 +415,8 @@ class _TrackedStep:
         optimizer_bytes: bytes of the optimizer's state before the step.
 
     Args:
-        lease: source of room.
-        device: device of the step.
+        lease: source of room; the lease of the step's first batch, also where a later batch runs under another lease.
+        device: device of the step's first batch.
         granted_bytes: initial room of the step.
         state: tensors with room on the lease already.
         gradients: gradients left by earlier batches of the step.
