@@ -1,9 +1,11 @@
 """Keeps tensors saved by autograd on the host until the backward pass reads them.
 
 Units that run the user's own code cannot be cut or recomputed, so their activations are spilled instead: `Lease`
-(`lease.py`) spills in such a unit if the unit's plan says so, and `train/loop/direct.py` spills once a step finds no
-more room. `SavedTensorSpiller` registers saved-tensor hooks, copies large saved tensors to the host in `pack`, and
-loads the copies back in `unpack`.
+(`lease.py`) spills in such a unit if the unit's plan says so, and `train/loop/direct.py` and
+`train/own_loop/unit_memory.py` spill once a step finds no more room. `SavedTensorSpiller` registers saved-tensor hooks,
+copies large saved tensors to the host in `pack`, and loads the copies back in `unpack`.
+`shard/cost/eager_pilot.py` counts with a spiller on fake tensors, and `shard/execute/saved_activations.py` uses the
+version counters.
 
 Note: fidelity to autograd. Without hooks, autograd keeps a saved tensor alive and refuses a tensor overwritten in place
 before the backward pass. Autograd detects the overwrite by a version counter shared by all views of the tensor. With

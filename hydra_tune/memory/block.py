@@ -5,9 +5,10 @@ buffer, and moving the group points the tensors at the new place. A *value* is a
 step: an activation at a cut, a gradient, a batch tensor. Moving a whole shard costs one copy per group instead of one
 copy per tensor.
 
-`ModelState` (`train/state/model_state.py`) makes the groups when a trial's tensors are laid out for a plan, and `Lease`
-(`lease.py`) makes the blocks of a unit's results. `Pager` (`pager.py`) moves both when a unit needs the bytes or the
-room.
+`TensorGroups` (`train/state/tensor_groups.py`) makes the groups when a trial's tensors are laid out for a plan. Blocks
+of values are made by `BlockStore` (`train/state/block_store.py`) for a batch, and by `Lease` (`lease.py`) for a unit's
+results. `Pager` (`pager.py`) moves all blocks when a unit needs the bytes or the room. The module must not import the
+pager or the host tier, which both import blocks: a block knows both by `PagerInterface` and `HostTierInterface`.
 """
 
 import contextlib
@@ -93,7 +94,10 @@ class IncomingTransfer:
 
 
 class HostTierInterface(Protocol):
-    """View of the host tier from a block: counts host copies and may keep bytes on disk (`memory/host/host_tier.py`)."""
+    """View of the host tier from a block: counts host copies and may keep bytes on disk (`memory/host/host_tier.py`).
+
+    A read-only copy of a group has a tier of its own kind, which lends the group's host copy (`train/state/replicas.py`).
+    """
 
     def provide(self, block: "Block", device: Device) -> None:
         """Give the block an empty host copy."""
@@ -115,7 +119,9 @@ class Block:
     """One flat buffer.
 
     Invariants, under `lock`: At least one of `host`, `data` and the file of `tier` holds the present bytes; `dirty`
-    means that only `data` does. `data` lies on the device of the pager `home`. A block pinned for a pager stays on the
+    means that only `data` does. Of a loose group the tensors hold the bytes, and of a `SharedBlockHandle`
+    (`memory/shared/shared_block.py`) other blocks. The unit that has pinned a block may set `dirty` without the lock.
+    `data` lies on the device of the pager `home`. A block pinned for a pager stays on the
     pager's device, or is being brought there. A background copy in `coming` changes nothing until a thread has seen the
     end of the copy: an incoming block either has no `home` and a current host copy, or still has its `home` on another
     device and stays unchanged there. A background write-back in `leaving` changes nothing either: until a thread has
@@ -130,6 +136,8 @@ class Block:
     Attributes:
         state: present state (`memory/block_states.py`).
         past: previous states, the latest last.
+        pinned_for: the pager whose unit needs the block, or the `HostBlockPin` (`block_release.py`) of work on the host;
+            None: the block may move.
     """
 
     __slots__ = (
@@ -264,7 +272,8 @@ class TensorBlock(Block):
     Args:
         kind: content of the group.
         tensors: tensors to take over; afterwards their `.data` follows the block.
-        device: device whose host memory (pinned, for a GPU) and alignment to use. Call inside `device.on_host`.
+        device: device whose host memory (pinned, for a GPU) and alignment to use. Call inside `device.on_host`, unless
+            the group begins loose.
         readers: readers of the tensors; None: only units read the tensors.
         is_loose: whether the group begins loose.
     """

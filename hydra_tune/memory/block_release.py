@@ -2,7 +2,8 @@
 
 `HostUpdateQueue` (`train/state/host_optimizer.py`) makes a `HostBlockPin` before each update on the host; a device in
 need of such a block waits for the end of the work. `BlockStore` (`train/state/block_store.py`) drops a value's block
-after the value's last use, and `ModelState` (`train/state/model_state.py`) brings the state home at the end of a trial.
+after the value's last use, unless a running unit absorbs the block. `TensorGroups` (`train/state/tensor_groups.py`)
+brings a trial's groups home at the end of the trial, and whenever code on the host needs the whole state.
 """
 
 import threading

@@ -3,8 +3,12 @@
 Between units, a trial's blocks are not pinned: workers of other devices and the disk's thread move the blocks to make
 room. A move points the tensors at the new place of the same bytes, but a reader already under way may still use the old
 place. Memory left behind therefore stays alive until the code has ended. No thread waits for the end: the ledger counts
-the room as free at once, and the room becomes free a little later. `Trial` (`train/trial.py`) enters `reading` while
-the trial's own code runs between units; `TensorBlock` (`block.py`) moves the tensors through `point`.
+the room as free at once, and the room becomes free a little later. `TensorGroups` (`train/state/tensor_groups.py`)
+makes the readers of a trial. `Trial` (`train/trial.py`) enters `reading` while the trial's own code runs between units,
+and so does `fusion/group/stacked_state.py` while members' tensors are copied; `TensorBlock` (`block.py`) moves the
+tensors through `point`.
+
+Note: locks. The lock of a block comes first, then the lock of a trial's readers, then the lock of the process.
 
 Note: tensors in common. An untrained tensor, such as a frozen embedding, may be a single object in several trials. No
 trial moves such a tensor, because another trial may be computing with it.

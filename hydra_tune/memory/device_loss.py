@@ -2,6 +2,9 @@
 
 `DeviceLossHandler` (`pool/devices/device_failure.py`) calls `dirty_owners` when a worker declares its device lost, and
 calls `give_up` once the affected trials have failed.
+
+Note: order. A block given up before its trial has failed would be loaded again from the host's outdated copy. Both
+functions run on the lost device's own worker, without the pool's lock, because both take the locks of blocks.
 """
 
 from hydra_tune.memory.pager import Pager

@@ -3,7 +3,10 @@
 A unit (`train/loop/batch_units.py`, `train/loop/burst.py`, `fusion/group/multi_step_unit.py`) enters a lease before
 computing: the lease pins the unit's blocks, has the pager bring the blocks to the device, and reserves workspace for
 intermediate tensors. Results become blocks out of the workspace. The end of the lease unpins the blocks and gives the
-rest of the workspace back.
+rest of the workspace back. The loader's watchdog (`pool/faults/loader_watchdog.py`) may end the lease of a burst that
+waits for a batch.
+
+Note: a lease serves a single unit. Nobody may ask an ended lease for room: the room would never be given back.
 """
 
 import threading
@@ -29,11 +32,11 @@ if TYPE_CHECKING:
 class Lease:
     """Holdings of a running unit: the unit's blocks, pinned and resident, and its workspace on the ledger.
 
-    Attributes:
-        has_ended: whether the lease holds nothing any more.
-
     For a GPU, autograd's own thread calls the lease as well, while the worker waits for a backward pass: the thread
     gives up memory no longer needed by the backward pass. The record still attributes such calls to the worker.
+
+    Attributes:
+        has_ended: whether the lease holds nothing any more.
     """
 
     def __init__(self, pager: "Pager", blocks: list[Block], workspace_bytes: int) -> None:

@@ -1,7 +1,7 @@
 """The ledger: counts the taken part of a device's budget. A hard limit: bytes that do not fit are not taken.
 
 `Pager` (`pager.py`) takes bytes before a block or a unit's workspace comes to the device; `HostTier`
-(`memory/host/host_tier.py`) takes bytes of its own ledger before each host copy.
+(`memory/host/host_tier.py`) takes bytes before each host copy, of a ledger that may be overdrawn (`HostLedger`).
 """
 
 import threading
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class MemoryLedger:
-    """Counts the bytes taken on a single device. Safe to call on any thread.
+    """Counts the bytes taken on a single device or on the host. Safe to call on any thread.
 
     Args:
         name: name of the device, for messages.
@@ -69,7 +69,8 @@ class DeviceCacheReservation:
     Args:
         caches: all reservations of the device.
         nbytes: bytes taken on the ledger of the device.
-        let_go: frees the kept data; called on the device's worker thread, between units or before a unit computes.
+        let_go: frees the kept data; called by the thread in need of the room: by the device's worker between units, before
+            a unit computes or as a unit's lease grows, or by a borrower of the device.
     """
 
     def __init__(self, caches: "DeviceCaches", nbytes: int, let_go: Callable[[], None]) -> None:

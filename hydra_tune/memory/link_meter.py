@@ -1,7 +1,8 @@
 """Speed of a device's copies: `LinkMeter` measures running pools, `CopyTimes` serves predictions.
 
-`Pager` (`pager.py`) adds each awaited copy to a `LinkMeter`, and `pool/devices/idle_devices.py` reads the pace when a
-trial asks for further devices; `train/timing/step_timing.py` fills `CopyTimes` while steps are timed for a forecast.
+`Pager` (`pager.py`) adds each awaited copy over the link to a `LinkMeter`. `pool/devices/idle_devices.py` reads the pace
+when a trial asks for further devices, and `train/loop/burst.py` to choose the length of a trial's turn.
+`train/timing/step_timing.py` fills `CopyTimes` while steps are timed for a forecast.
 """
 
 import statistics
@@ -17,7 +18,7 @@ _UNKNOWN_BYTES_PER_SECOND = 2e9  # careful guess until enough bytes are copied
 
 
 class CopyLog(Protocol):
-    """Receiver of a pager's copies; `EventLog` implements the protocol."""
+    """Receiver of a pager's copies: `EventLog` (`observe/event_log/writer.py`), or `CopyTimes`."""
 
     def copied(
         self,

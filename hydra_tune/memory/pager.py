@@ -1,12 +1,15 @@
 """The pager of one device: loads the blocks of a unit before the unit runs, and spills other blocks to make room.
 
-The ledger counts every resident block and the workspace of every running unit, so their sum never exceeds the budget.
-To make room, the pager drops a clean block and writes a dirty block back first. A block is resident on at most one
-device. If another device holds a block, the pager copies the block straight from there when the two devices support a
-direct copy and a load from the host would not be as good.
+The ledger counts every resident block and the workspace of every running unit, so their sum never exceeds the budget,
+or the larger room that the device has proved to have (`MemoryLedger.most_bytes`). To make room, the pager drops a clean
+block and writes a dirty block back first. A block is resident on at most one device. If another device holds a block,
+the pager copies the block straight from there when the two devices support a direct copy and a load from the host would
+not be as good.
 
-`Pool` (`pool/pool.py`) makes a pager for each of its devices. A unit's `Lease` (`lease.py`) calls the pager before the
-unit computes, and `BlockPrefetcher` (`prefetch.py`) while the unit before computes.
+`Pool` (`pool/pool.py`) makes a pager for each of its devices; rehearsals (`pool/dry_run/executor.py`) and timed steps
+(`train/timing/step_timing.py`, `fusion/matching/group_timing.py`) make pagers of their own. A unit's `Lease`
+(`lease.py`) calls the pager before the unit computes, and `BlockPrefetcher` (`prefetch.py`) while the unit before
+computes. The module must not choose units, and knows a trial by number alone.
 
 Example: a device of 8 GiB trains a model of 12 GiB. Before each unit, the pager spills the shards with the most distant
 next use and loads the shard of the unit.
@@ -21,12 +24,17 @@ out for room go before all of these, because the choice was made when there was 
 sent ahead go last.
 `benchmarks/victims.py` counts the bytes moved under this order: never more than under LRU, and down to a third.
 
+Note: the model of the pager. `simulate/recorded/pager_model.py` follows the rules of this module on a virtual clock, so
+a change of the rules changes both files.
+
 Note: locks. A unit pins its blocks, then makes room, then loads. Pinning waits for the lock of one block and holds no
-other block's lock. Making room locks one victim at a time and skips blocks pinned for the same device. Loading locks
-one block and needs no further room. No thread waits for the lock of one block while holding the lock of another. A
-block pinned for another device but still resident here may be spilled like any other, because the other device can load
-the block from the host as well. Two units with crossed needs therefore cannot deadlock on each other's room. A pager
-still waits for a block being fetched from its device at the moment.
+other block's lock. Making room locks one victim at a time, never waits for a victim's lock, and skips blocks pinned for
+the same device. Loading locks one block and needs no further room on the device; with a host tier, loading and writing
+back may wait for room on the host (`memory/host/host_tier.py`). No thread waits for the lock of one block while holding
+the lock of another, except for the lock of a copy and then the lock of the copy's original (`train/state/replicas.py`).
+A block pinned for another device but still resident here may be spilled like any other, because the other device can
+load the block from the host as well. Two units with crossed needs therefore cannot deadlock on each other's room. A
+pager still waits for a block being fetched from its device at the moment.
 
 Note: take-over. A block held only by another device is copied directly to this device. The block keeps its state:
 dirty, with a stale host copy or none; no byte passes through the host. Room here is taken before the copy, as for a
@@ -38,8 +46,9 @@ their bytes stay as before.
 
 Note: copies under way between devices. A block sent ahead from another device stays usable there during the copy and
 takes room on both devices. The first thread to observe the end of the copy makes the block resident here and frees the
-room there: either the unit in need of the block, or the other pager in need of room. If a unit on the other device
-needs the block first, the copy is cancelled, or the unit waits for the end of the copy and keeps its own bytes.
+room there: the unit in need of the block, the other pager in need of room, or the host tier in need of the host copy.
+If a unit on the other device needs the block first, the copy is cancelled, or the unit waits for the end of the copy
+and keeps its own bytes.
 
 Note: background copies. Copies in the background (`memory/prefetch.py`) end by themselves, because a copy thread takes
 no lock. The holder of a block's lock may therefore wait for a copy of the block, and only threads in need of the same
@@ -84,8 +93,10 @@ class Pager:
         host: host tier for counting host copies and sending some to disk; None: the host has room for all.
 
     Attributes:
-        bytes_in, bytes_out: bytes loaded from and spilled to the host.
-        bytes_across: bytes taken over from other devices.
+        ledger: counts the bytes of resident blocks and of workspaces.
+        link: pace of the copies to and from the host, and of direct copies over the same links.
+        bytes_in, bytes_out: bytes loaded from and spilled to the host, by kind of block.
+        bytes_across: bytes taken over from other devices, by kind of block.
         bytes_ahead, bytes_in_vain: bytes sent ahead in the background, and the part never used by a unit.
         waiting_ns, copying_ns: nanoseconds spent by units waiting for copies, and spent by the copies.
         host_ns: nanoseconds of updates on the host beside this device.
@@ -528,7 +539,10 @@ class Pager:
             other.part_with(block)
 
     def settle(self, block: Block) -> None:
-        """Finish all background copies of a block, on any thread and under the block's lock, to free its host copy for room.
+        """Finish all background copies of a block, on any thread and under the block's lock.
+
+        The host tier calls `settle` to free the host copy for room, and the source of a block sent ahead to free the room
+        of the source.
 
         An incoming copy becomes resident before its unit asks, and an outgoing copy ends as a write-back. After a
         failed copy the block is as before.
@@ -613,7 +627,8 @@ class Pager:
 
         Raises:
             BudgetError: the bytes, the wanted blocks and the workspace together exceed the budget.
-            HydraTuneError: the trial served by this thread is over.
+            HydraTuneError: the trial served by this thread is over; noticed only with a host tier.
+            Exception: the error of a victim's write-back, such as a `SpillError` of the host tier.
         """
         here = sum(block.nbytes for block in wanted if block.home is self) + held_bytes
         if nbytes + here > self.ledger.budget_bytes:
@@ -641,7 +656,11 @@ class Pager:
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
 
     def relieve(self) -> None:
-        """Make every unpinned block leave, incoming blocks included. Call on the worker's thread, between units."""
+        """Make every block leave, incoming blocks included, except blocks pinned for a unit here.
+
+        Call between units, on the worker's thread or on the thread of a borrower
+        (`pool/devices/device_reservation.py`). A block without room on the host or the disk stays.
+        """
         while self.caches.let_go():
             pass
         residents = self.victims()

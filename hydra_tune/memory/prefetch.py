@@ -1,6 +1,7 @@
 """Double buffering: sends the blocks of a device's next units ahead while the present unit computes.
 
-`Worker` (`pool/runtime/worker.py`) prepares the prefetcher before each unit. When the unit begins to compute, the
+`Worker` (`pool/runtime/worker.py`) prepares the prefetcher before each unit; rehearsals (`pool/dry_run/executor.py`) and
+timed steps (`train/timing/step_timing.py`) do likewise. When the unit begins to compute, the
 prefetcher asks `NextUnitPredictor` (`pool/devices/next_units.py`) for the next blocks in the order of need. For each
 block on the host, or on another device and not in use there, the worker's thread allocates device memory, and a
 background copy fills the memory. A block from another device comes by the same way as a fetch (`Pager.way_from`); if

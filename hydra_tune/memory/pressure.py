@@ -3,7 +3,8 @@
 The ledgers know only the bytes of the pool. Other processes, fragmentation and the memory of libraries are unknown to
 the ledgers, so an allocation may fail although its bytes are on the ledger. A unit (`train/loop/training_batch.py`)
 enters `not_repeatable` where the unit begins to change state; `OutOfMemoryHandler` (`pool/devices/oom_retry.py`) looks
-at the error when a unit has failed.
+at the error when a unit has failed, and repeats the unit unless the error is a `NotRepeatableError`. Code that cannot be
+undone (`train/loop/unit_rollback.py`) must run inside `not_repeatable`, or a repeat gives other numbers.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,9 @@
 """Owners of the bytes in the memory tiers, so that a disk error ends only the trial with the affected bytes.
 
-The pool's threads (`pool/runtime/worker.py`, `pool/runtime/preparer.py`) enter `at_work` while they serve a trial;
-`HostTier` (`memory/host/host_tier.py`) fails the trial's context when the disk refuses the trial's bytes.
+`JobState` (`pool/runtime/job_state.py`) makes a context for each job. The pool's threads (`pool/runtime/worker.py`,
+`pool/runtime/preparer.py`, `pool/runtime/dispatcher.py`) and a loop's own thread (`train/own_loop/loop_trial.py`) enter
+`at_work` while they serve a trial; `HostTier` (`memory/host/host_tier.py`) fails the trial's context when the disk
+refuses the trial's bytes.
 """
 
 import threading
@@ -46,7 +48,7 @@ class TrialMemoryContext:
         """Raise if the trial is over; call before waiting or reading on the trial's behalf.
 
         Raises:
-            HydraTuneError: bytes of the trial could not be kept, or the trial has been stopped.
+            HydraTuneError: bytes of the trial could not be kept, by the error of `fail`; or the trial has been stopped.
         """
         if self.failure is not None:
             raise self.failure

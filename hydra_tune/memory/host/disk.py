@@ -1,7 +1,8 @@
 """Blocks on disk: a flat file per block, read and written in large aligned pieces by a separate thread.
 
 `HostTier` (`host_tier.py`) writes a block here when host memory runs short, and reads the block back before the block's
-next use.
+next use. `read` and `write` wait for the disk's thread, or run at once where the disk's thread itself calls; the
+caller holds the lock of the block.
 
 Note: bypassing the page cache. A spilled block is read again only after the cache would long have evicted the pages;
 otherwise the cache would have taken the very memory that spilling was to free. Files are therefore opened with O_DIRECT

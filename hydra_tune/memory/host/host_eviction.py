@@ -1,6 +1,8 @@
 """Entries of the host tier: knowledge about each host copy, and the rules for the copies that may go and go first.
 
 `HostTier` (`host_tier.py`) keeps an entry for each block, and applies the rules whenever a host copy has to make room.
+
+Note: locks. The rules read blocks without their locks, so the tier asks a rule again once the tier has the block's lock.
 """
 
 from dataclasses import dataclass

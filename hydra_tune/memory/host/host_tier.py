@@ -3,7 +3,7 @@
 The ledger of the tier counts every host copy made by the pool; the memory of a user's batch is the user's own and is
 not counted. To make room, the tier gives up the host copy with the most distant next use. Giving up costs nothing if a
 device holds the same bytes or the file already has the bytes; otherwise the tier writes the copy to a file first. The
-tier reads a block back before a load to a device, or when a trial is wanted whole.
+tier reads a block back before a load to a device, or when code on the host needs the block.
 
 `ExecutorSettings` (`pool/runtime/settings.py`) makes the tier when a pool with a `spill_dir` starts. Every `Pager`
 (`memory/pager.py`) asks the tier for host memory before writing a block back, and `pool/devices/host_admission.py`
@@ -12,9 +12,10 @@ admits each trial before its first unit.
 Example: ten trials of 4 GiB each share a host of 24 GiB. The tier keeps the copies needed soonest in memory, and the
 rest lives in `spill_dir`.
 
-Note: work ahead. After each unit the disk's thread reads blocks needed within the next few units. The thread also keeps
-room for a copy coming from a device, so that units seldom wait for a write. The thread does a single such step at a
-time, so that a request of a waiting unit comes next, and never gives up a copy needed soon for work ahead.
+Note: work ahead. As each unit begins, the disk's thread is asked to read blocks needed within the next few units. The
+thread also keeps room for a copy coming from a device, so that units seldom wait for a write. The thread does a single
+such step at a time, so that a request of a waiting unit comes next, and never gives up a copy needed soon for work
+ahead.
 
 Note: waiting. Every wait for room happens in `take`. Every such wait ends, because nothing that `take` waits for ever
 waits for `take`:
@@ -25,7 +26,8 @@ waits for `take`:
   for the same block, which has no bytes on the ledger yet. `take` only tries the locks of other blocks. A lock found
   taken is therefore held for a copy or a transfer in no need of room, or by another `take` under a block without bytes
   to give.
-* The disk's thread never waits for a lock or for room. The thread may wait for the copy thread, which waits for nobody.
+* The disk's thread never waits for the lock of a block or for room. The thread may wait for the copy thread, which waits
+  for nobody.
 * A background copy ends by itself, whoever waits for the copy. Host memory read or written by a background copy is on
   the ledger and is given up last: the giving thread holds the block's lock, waits for the copy, and then a device has
   the bytes as well. A block on the way therefore never keeps another block from room. Room for a background write-back
@@ -37,8 +39,8 @@ waits for `take`:
 * A trial wanted whole may overdraw the ledger. Meanwhile every other trial overdraws as well instead of waiting,
   because the trial wanted whole may wait for a block held by another trial.
 * A copy refused by the disk stays, and another copy goes. If no copy can go any more, the trial with most of the
-  refused bytes fails, by name and with the system's error. The trial loses its copies at once, and no thread waits for
-  the trial to end. A unit has the error raised only if the failed trial is the unit's own.
+  refused bytes fails, by name and with the system's error. The trial's copies may be thrown away from then on, and no
+  thread waits for the trial to end. A unit has the error raised only if the failed trial is the unit's own, or unknown.
 """
 
 import contextlib

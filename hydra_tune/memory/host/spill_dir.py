@@ -158,7 +158,7 @@ def _remove_if_stale(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if is_locked(descriptor):
-            return  # the process is alive; a folder without a lock file was left by a crash before the first spill
+            return  # the process is alive; a folder without a lock file was left by a crash as the folder was made or emptied
         _empty(descriptor)
     finally:
         os.close(descriptor)

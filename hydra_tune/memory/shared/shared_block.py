@@ -1,12 +1,14 @@
 """Copies of shared tensors on devices: one copy a device for all trials that need the tensor there.
 
-`ModelState` (`train/state/model_state.py`) makes a `SharedBlockHandle` for each shared tensor of a trial, and lists the
-handles among the blocks of the trial's units. A pager that leases or prefetches blocks asks each block for the block on
-its own device (`Block.at`): a handle leads to the copy there, and any other block is meant itself.
+`SharedTensors` (`train/state/shared_state.py`) makes a `SharedBlockHandle` for each shared tensor of a trial, and
+`TensorGroups` (`train/state/tensor_groups.py`) lists the handles among the blocks of the trial's units. A pager that
+leases or prefetches blocks asks each block for the block on its own device (`Block.at`): a handle leads to the copy
+there, and any other block is meant itself.
 
-A copy is a block like any other, with two differences. Its bytes come from the shared file and never change, so the copy is
-always clean and has no host copy of its own. And it belongs to no trial: the copy goes with the last trial that has a
-handle on the tensor. A device runs one unit at a time, so one unit at most computes with a copy.
+A copy is a block like any other, with two differences. A copy's bytes come from the shared file and never change, so
+the copy is always clean, and the file's own memory serves as the host copy. And the copy belongs to no trial: the copy
+goes with the last trial that has a handle on the tensor. A device runs one unit at a time, so one unit at most computes
+with a copy.
 """
 
 import threading

@@ -2,9 +2,12 @@
 
 `SharedModule` (`train/shared_module.py`) puts the tensors of a base model into a `SharedFile` and gives each trial a
 mapping of its own. All mappings show the same pages until a user writes: the system then gives the writer a page of its
-own (copy on write), so no user ever sees another user's write, whichever way the write took. `ModelState`
-(`train/state/model_state.py`) asks `shared_source` which tensors of a trial are still the file's. The module knows no
-models and no devices.
+own (copy on write), so no user ever sees another user's write, whichever way the write took. `SharedTensors`
+(`train/state/shared_state.py`) asks `shared_source` which tensors of a trial are still the file's, and checkpoints
+(`train/checkpoint/trial_checkpoint.py`) have a digest in place of such a tensor. `HostTier` (`memory/host/host_tier.py`)
+counts each file once. The module knows no models and no devices.
+
+Note: the file itself. Only the constructor writes to the file's own pages; every later mapping must be private.
 
 Example: eight trials map a base of 16 GiB. The host holds 16 GiB, and a trial that overwrites a layer of 200 MiB adds
 200 MiB.
@@ -68,7 +71,7 @@ class SharedTensor:
 
 
 class SharedFile:
-    """A file without a name, gone with the last mapping.
+    """A file without a name, gone with this object and the last mapping.
 
     Args:
         tensors: tensors to copy, by name: dense, on the host, and not empty.
@@ -109,7 +112,7 @@ class SharedFile:
         mapping = self._mapping()
         flats = {name: self._flat(mapping, name) for name in self.tensors}
         sources = {flats[name].data_ptr(): source for name, source in self.tensors.items()}
-        # Before the memory is unmapped and its addresses are given again.
+        # Python unmaps the memory before the call, so another mapping may have the addresses again by then.
         weakref.finalize(mapping, _forget, list(sources)).atexit = False
         with _LOCK:
             _SOURCES.update(sources)

@@ -1,7 +1,7 @@
 """`AttributeTracker`: attributes of the user's objects beside tensors, as far as changed since construction.
 
 `TrialObjects` (`trial_checkpoint.py`) makes the trackers just after a trial's factories have run, and asks for the
-changes at each checkpoint.
+changes at each checkpoint. `compatibility.py` and `train/data/loader_state.py` compare values by `same_value`.
 
 Note: containers. Several objects may hold the same dict or list, so a container that training has filled in place is
 filled in place on resume, too. A container that training has replaced is replaced: the earlier one may belong to other

@@ -1,7 +1,10 @@
 """`TrialStateSnapshot`: a trial's state between two steps, in place, and two ways to preserve the present state.
 
 `TrialCheckpointer` (`pool/checkpointing/writer.py`) asks a trial between two steps for a snapshot, when a checkpoint or
-a copy is due.
+a copy is due; `Trial` (`train/trial.py`) makes the snapshot.
+
+Note: time. A snapshot refers to live tensors and values. Copy or write the snapshot before any code of the trial runs
+again, on the thread that has the trial's turn.
 """
 
 from collections.abc import Mapping

@@ -1,14 +1,16 @@
 """A trial's state between two steps: saved as values and tensors, and restored into a newly built trial.
 
-`Trial` (`train/trial.py`) restores a `StartCheckpoint` into its `TrialObjects` before its first step, and encodes its
-state for each snapshot.
+`Trial` (`train/trial.py`) restores a `StartCheckpoint` into the trial's `TrialObjects` before the first step, and encodes
+the state for each snapshot; `LoopTrial` (`train/own_loop/loop_trial.py`) makes the objects of a loop of the user's own.
+`weights.py` and `pool/checkpointing/lookup.py` decode checkpoints without a trial. The module must not copy live tensors:
+their blocks may move, and `snapshot.py` copies under the locks of the blocks.
 
 Note: contents of a checkpoint. Parameters and buffers, non-persistent buffers included; the optimizer's state and the
 options of its groups, by parameter name; the scheduler; the loss scale; all random streams; the positions of the data's
 samplers and generators, now and at the beginning of the present pass; reports and counts; gradients that are left
 between two steps; and changed attributes of model and optimizer. Classes are not saved: the factories of the resumed
 task build model and optimizer. Of a parameter in a shared base, only the digest is saved: the resumed task builds the same
-base, and another base is refused.
+base, and another base is refused. Older checkpoints lack some entries, so every reader of a newer entry has a default.
 """
 
 import logging

@@ -1,7 +1,8 @@
 """A task's model with weights from a file, a checkpoint or another process.
 
-People import `load_module` from `hydra_tune`; `isolation/sending.py` calls `with_weights` when a trained module arrives
-that could not be pickled.
+People import `load_module` from `hydra_tune`, and the integrations call `load_module` for their own
+(`integrations/hydra_tune_optuna/weights.py`, `integrations/hydra_tune_ray/weights.py`). `isolation/sending.py` sends a
+trained module that cannot be pickled by `weights_of`, and calls `with_weights` when the weights arrive.
 """
 
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ def load_module(task: TrainTask, path: str | Path) -> nn.Module:
 
     Raises:
         FileError: the file cannot be read, or is damaged.
-        CheckpointError: the folder has no complete checkpoint.
+        CheckpointError: the folder has no complete checkpoint, or the model has another shared base.
         WeightsError: the model has other tensors, or tensors of other shapes or dtypes; the first few are named.
         Exception: any error of the task's `model`.
     """

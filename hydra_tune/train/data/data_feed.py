@@ -1,7 +1,11 @@
 """`TrialDataFeed`: the batches of one trial, drawn as a plain loop in its own process would, whatever other trials draw.
 
-`Trial` (`train/trial.py`) draws each training and validation batch through a feed, when the batch is due. This module
-knows nothing of models, shards or devices.
+`Trial` (`train/trial.py`) draws each training and validation batch through a feed, when the batch is due, or all batches
+of a step when the step is due. `fusion/matching/group_timing.py` draws the batches of timed steps. This module knows
+nothing of models, shards or devices.
+
+Note: contexts. Code of the user's data runs inside the trial's random streams and the capture gate (`own_code`). A wait
+for workers runs outside the gate (`waiting`), so that no capture waits for a loader; a draw then must not use the streams.
 
 Note: skipping. When a trial was saved during a pass, the resumed trial begins the pass again from the positions that
 all streams and samplers had at its beginning, and draws and drops the batches that the trial has trained on. Where a

@@ -2,7 +2,9 @@
 
 `TrialLoaderCopies` (`loader_copies.py`) calls `make_loader` at the start of each pass, in the plain loop and in the
 pool, so both draw the same batches from the same random streams: iterating moves the streams, once per `iter()` and
-perhaps once per batch. The module knows nothing of models, shards or devices.
+perhaps once per batch. Trials (`train/single_trial.py`, `train/own_code_trial.py`), the plain loop
+(`train/loop/reference_loop.py`) and fused members (`fusion/group/member.py`) count, refuse and move batches by the other
+functions. The module must not know models, trials or the pool.
 """
 
 import copy

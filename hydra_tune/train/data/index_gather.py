@@ -3,7 +3,8 @@
 A `DataLoader` of a `TensorDataset` takes each sample apart and stacks the samples again; `tensor[indices]` gives the
 same bits. The indices come from the loader's own samplers, which draw the same numbers at the same time as in a plain
 loop. `TrialDataFeed` (`data_feed.py`) calls `source_of` at the start of each pass over a `DataLoader`, and draws only
-indices if the loader is known.
+indices if the loader is known. Members of fused groups (`fusion/group/member.py`) get the indices themselves, and
+`fusion/group/batched_inputs.py` gathers the batches of all members at once.
 
 Note: known loaders. A loader is known if the loader, its samplers, its data and its collation are exactly torch's own
 classes and the loader has no workers, so that no code of the user's is involved. Every other loader draws its batches
@@ -11,8 +12,8 @@ itself.
 
 Note: time of draws. Torch draws the base seed of workers in `iter()`, and a sampler without a generator draws its own
 seed with the first index, both from the trial's streams; later indices draw nothing from the streams. So with a sampler
-without a generator, all indices are taken with the first. A sampler with a generator of the user's may draw between
-batches and at the end of the pass, so its indices are taken as needed.
+without a generator, all indices are taken with the first, up to a limit. A sampler with a generator of the user's may
+draw between batches and at the end of the pass, so its indices are taken as needed.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """`DrawClock`: the time of a trial's wait for a loader, and the way to give up on the loader.
 
-`TrialDataFeed` (`data_feed.py`) runs the clock around each draw, and `LoaderWatchdog`
-(`pool/faults/loader_watchdog.py`) reads the clock meanwhile and gives up on a draw that takes too long.
+`TrialDataFeed` (`data_feed.py`) runs the clock around each draw by code of the user's or by workers, and
+`LoaderWatchdog` (`pool/faults/loader_watchdog.py`) reads the clock meanwhile and gives up on a draw that takes too long.
 
 Note: giving up. No other thread can stop a hanging loader, but Python raises an exception in a thread as soon as the
 thread returns from a wait (`PyThreadState_SetAsyncExc`). So a thread that the pool has given up on finds

@@ -1,11 +1,12 @@
 """Safe start and end of a `DataLoader`'s worker processes: no worker hangs, and no worker is left behind.
 
-`HydraExecutor` (`executor.py`) calls `prepare` when a task is submitted, and `TrialDataFeed` (`data_feed.py`) calls
-`ready` before the workers of a pass start.
+`HydraExecutor` (`executor.py`) calls `prepare` when a task is submitted and `leave` when the executor shuts down, and
+`TrialDataFeed` (`data_feed.py`) calls `ready` before the workers of a pass start.
 
 Note: fork. A process with many threads must not fork: a lock held by another thread at the fork stays locked in the
 child for ever. So unless the user chose a context, workers are forked by `worker_server`, a process without threads. A
-loader's parts are pickled for each pass, so workers get the present state. This module knows nothing of trials.
+loader's parts are pickled each time workers start, so workers get the present state. `ready` must run outside the
+capture gate, because moving tensors to shared memory needs the gate for itself. This module knows nothing of trials.
 """
 
 import copy
@@ -44,8 +45,9 @@ def ready(loader: DataLoader[Any]) -> DataLoader[Any]:
         loader: any loader; left unchanged, except for a move of large tensors in the data to shared memory.
 
     Returns:
-        The loader itself if it has no workers. Otherwise a copy with two changes: workers receive the loader's parts
-        and, unless the user has chosen a context, start without a fork of this process.
+        The loader itself if there are no workers. Otherwise a copy with three changes: workers receive packed parts of
+        the loader unless the user has chosen "fork", start without a fork of this process unless the user has chosen a
+        context or another start method, and begin with `_WorkerStart`.
 
     Raises:
         TaskError: a dataset, `collate_fn` or `worker_init_fn` cannot be pickled, or a worker could not find an object

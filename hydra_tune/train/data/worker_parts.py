@@ -2,7 +2,8 @@
 
 `ready` (`loader_workers.py`) packs the parts of a loader before the workers of a pass start.
 
-Note: large data. Tensors move to shared memory once, and all workers read the same memory. Numpy arrays are copied once
+Note: large data. Tensors move to shared memory once, the program's own tensors included, and all workers map the same
+memory: a write by a worker changes the program's tensor and every other worker's tensor. Numpy arrays are copied once
 per pass to a file in memory, which each worker maps privately: a write by a worker changes no other worker's array, as
 after a fork. An array mapped from a file is mapped again in the worker.
 """

@@ -1,7 +1,8 @@
 """Process that forks the workers of loaders: a process without threads, with the program's modules loaded.
 
 `loader_workers.py` holds a server in `SERVERS` while an executor needs workers, and takes the server before the workers
-of a pass start.
+of a pass start. `isolation/child.py` forgets the servers of the process from which the child was forked, and
+`isolation/parent.py` asks `is_quiet` before a fork of its own.
 
 Note: two ways to begin. `LoaderForkServer.fork` copies this process within milliseconds: the workers then have the
 program's modules, its `__main__`, and classes of a notebook or of a script from standard input. A copy is sound only
@@ -10,7 +11,8 @@ task with workers, the executor forks the server before the pool begins to work.
 `LoaderForkServer.start` begins a new interpreter to import the loaded modules once for all workers instead of once for
 each.
 
-This module knows nothing of loaders, trials or devices.
+This module knows nothing of loaders, trials or devices. `_WAITS` names functions of other files in which a pool's
+threads wait: renaming such a function or file without `_WAITS` makes workers start slowly.
 """
 
 import gc

@@ -2,9 +2,14 @@
 
 A trial (`train/single_trial.py`) yields the units, and a device's worker (`pool/runtime/worker.py`) runs each unit with
 the worker's device and pager. The module must not choose units or devices; a unit only names the blocks and the
-workspace that its computation needs, and the units that are expected next.
+workspace needed by the unit's computation, and the units that are expected next.
 
-`EvaluationBatch`, the evaluation of a batch, is here as well; training is in `training_batch.py`.
+`EvaluationBatch`, the evaluation of a batch, is here as well; training is in `training_batch.py`, batches of a fused
+group are in `fusion/group/group_step.py`. Bursts (`burst.py`) and the units of fused groups are `PendingUnit`s, too.
+
+Note: order on entering a unit. First the lease, then the undo, then the random streams, with a GPU's generator before the
+capture gate. The undo must enclose the streams: leaving the streams' context stores the moved position, and the undo
+then resets the position.
 """
 
 import time
@@ -398,7 +403,7 @@ def run_unit(
     instrument: Callable[[], AbstractContextManager[Any]] | None,
     watch: DeviceStopwatch | None = None,
 ) -> float:
-    """Run a unit on the calling thread, which must be the device's worker.
+    """Run a unit on the calling thread: the device's worker, or a thread that times steps on a device of its own.
 
     Args:
         unit: the due unit.

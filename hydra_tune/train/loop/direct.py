@@ -7,9 +7,9 @@ nothing of bursts, of other trials or of the schedule.
 Note: memory. The activations of a step are known only once the step has run, so the first step of each kind is
 *followed*: a mode sees each operator of the step and takes room on the device's ledger for the operator's results
 (`workspace_tracker.py`). Where the room is used up, tensors saved by autograd so far go to the host, and tensors saved
-later go there at once: the step completes and counts, and the trial is cut from its next step on. Later steps of the
-kind get the room of the first step, and are not followed. The shapes of a batch define the kind: a batch that is no
-larger in any dimension needs no more room.
+later go there at once: the step completes and counts, and the trial is cut from its next step on, or, where no cut is
+possible, spills in every step (`always_sheds`). Later steps of the kind get the room of the first step, and are not
+followed. The shapes of a batch define the kind: a batch that is no larger in any dimension needs no more room.
 
 Note: undo. Where spilling activations does not help, a single operator needs more than the device has. Until the
 optimizer steps, only buffers, gradients, random streams and Python state of the trial have changed: `undo` restores all
@@ -316,7 +316,7 @@ class WholeModelRunner:
         return tracked_step
 
     def _optimizer_bytes(self) -> int:
-        """Return the bytes of the optimizer's state; in mixed precision, no mode follows how the state is created."""
+        """Return the bytes of the optimizer's state; a step keeps at least the bytes by which the state grows."""
         assert self._device is not None
         tensors = optimizer_tensors(self._optimizer, self._device)
         return sum(aligned(t.numel() * t.element_size(), self._device.alignment) for t in tensors)
@@ -415,8 +415,8 @@ class _TrackedStep:
         optimizer_bytes: bytes of the optimizer's state before the step.
 
     Args:
-        lease: source of room.
-        device: device of the step.
+        lease: source of room; the lease of the step's first batch, also where a later batch runs under another lease.
+        device: device of the step's first batch.
         granted_bytes: initial room of the step.
         state: tensors with room on the lease already.
         gradients: gradients left by earlier batches of the step.
@@ -475,7 +475,7 @@ class _TrackedStep:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Follow a forward or a backward inside the context."""
+        """Follow a forward inside the context: of a training batch, or of a validation batch."""
         with self._tracked(), self._saved.hooks():
             yield
 

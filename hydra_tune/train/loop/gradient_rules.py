@@ -3,7 +3,9 @@
 All of this happens shard by shard, with the numbers of `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`.
 Unscaling and clipping need all gradients before the first update, so a step with either has its updates in a separate
 phase. `TrainingBatch` (`training_batch.py`) calls `GradientProcessor.complete` after the last backward of a shard, and
-`ModelState` (`train/state/model_state.py`) calls `clip` before each update.
+`ModelState` (`train/state/model_state.py`) calls `clip` before each update. `WholeModelRunner` (`direct.py`), for the
+user's own step, calls torch's own clipping (`clip_plainly`), or both with loss scaling. `GroupGradients`
+(`fusion/group/group_step.py`) are the rules of a fused group.
 
 Note: the norm. `clip_grad_norm_` takes the norm of the stack of all tensors' norms. Here each tensor's norm is taken
 where the gradient is created, and kept as a number; torch's own function over one-element tensors of the numbers then

@@ -1,7 +1,8 @@
 """Batches cut into pieces, for `split_batches`: the cutting, and the check that cutting changes no result.
 
-The plain loop (`reference_loop.py`) and the pool's `SingleTrial` (`train/single_trial.py`) share this module, like
-`train/data/handles.py`, so that both train on the same pieces: each checks its first batch, and cuts every batch.
+The plain loop (`reference_loop.py`) and the pool's trials (`train/single_trial.py`, `train/own_code_trial.py`) share this
+module, like `train/data/handles.py`, so that both train on the same pieces: each checks its first batch, and cuts every
+batch. A change of the sizes or of the order of pieces changes the last bits of both.
 """
 
 import copy
@@ -69,6 +70,9 @@ def pieces(batch: Batch, count: int) -> Iterator[MicroBatch]:
 
 def check_pieces(task: TrainTask, module: nn.Module, batch: Batch, count: int) -> None:
     """Try the first batch, whole and in pieces, on a copy of the module; streams, module and batch stay unchanged.
+
+    The step's own Python values, such as counters, may change: the step runs once whole to find overwritten buffers, once
+    whole and once for each piece to compare losses.
 
     Args:
         task: description of the step.

@@ -11,6 +11,9 @@ Note: order of updates. Where no rule needs all gradients first, a shard is upda
 parameters and gradients are on the device. Otherwise the updates follow all backward units, beginning with the first
 shard, whose parameters and gradients were the last on the device. The updates also come last where batches run one
 after the other and the data ends before the step is full, because the last batch was not known to be the last.
+
+Note: order of sums. The gradient of a parameter is summed batch after batch, in the order of the draws, whichever way
+the batches run; another order would change the last bits.
 """
 
 import math

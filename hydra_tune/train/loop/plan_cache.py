@@ -1,6 +1,9 @@
-"""The plans of one trial: a plan for each kind of batch, made when the first batch of the kind arrives.
+"""The plans of one trial: at least one for each kind of batch, made when the first batch of the kind arrives.
 
-`SingleTrial` (`train/single_trial.py`) looks up the plan of each batch or piece before the batch runs as shard units.
+`Trial` (`train/trial.py`) makes a `TrialPlanCache`, and `SingleTrial` (`train/single_trial.py`) looks up the plan of each
+batch or piece before the batch runs as shard units. A kind has further plans where other Python values, or answers of the
+batch's own values, need another graph. The plans themselves come from `PlanLibrary` (`shard/partition/plan_cache.py`),
+which trials share. All calls come between two units of the trial.
 
 Note: limits. Each kind of batch needs a capture, and data with ever-new shapes would be captured for ever. So after
 some captures further kinds run whole where the model fits, and only the most recently used plans are kept.

@@ -2,7 +2,8 @@
 
 A graph repeats what no guard can see: a clock, an answer of another process, the inside of an object of an extension
 module. `SingleTrial` (`train/single_trial.py`) compares a trial that is cut, and `MemberComparison`
-(`fusion/group/member_comparison.py`) one member of a group at a time.
+(`fusion/group/member_comparison.py`) one member of a group at a time. The comparison must leave parameters and random
+streams unchanged.
 """
 
 import time

@@ -1,8 +1,9 @@
 """A batch of an optimizer step as units: forward, backward, and the updates of the trained parameters.
 
-`OptimizerStep` makes a `TrainingBatch` for each batch or piece of a step, and yields the batch's units to the pool. The
-module must not decide when an optimizer step ends, nor on which device a unit runs: the step says which batch is the
-last, and each unit is given its device and pager.
+`OptimizerStep` (`optimizer_step.py`) makes a `TrainingBatch` for each batch or piece of a step, and yields the batch's
+units to the pool. Batches that run together are of subclasses (`train/parallel/parallel_batch.py`), and so are the
+batches of a fused group (`fusion/group/group_step.py`). The module must not decide when an optimizer step ends, nor on
+which device a unit runs: the step says which batch is the last, and each unit is given a device and a pager.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Undo of a unit after an out-of-memory error halfway, so the unit can run again and give the same bits.
 
-`BatchUnits` (`batch_units.py`) enters a `UnitRollback` around each run of a shard's graph.
+`BatchUnits` (`batch_units.py`) enters a `UnitRollback` around each run of a shard's graph, and `OutOfMemoryHandler`
+(`pool/devices/oom_retry.py`) runs the unit again.
 
 Note: scope of the undo. A unit that runs a shard's graph keeps its inputs until all results exist: parameters, the
 batch and values of other shards are only read, and sums of gradients go to new memory. The undo reverts the changes
