@@ -7,8 +7,9 @@ the update overwrites. Every rate is either common to all members or separate fo
 `UpdateTracer` (`planner/trace/optimizer_graph.py`) traces the same functions as nodes of a graph when a step is
 planned. The module must not know groups, trials or schedulers: rates arrive as numbers or tensors.
 
-Note: bits. A common float and separate tensors round alike in `mul_` and `add_` only. Rates that change from step to step
-go through `numbers` and these two operators, so that other members' rates never change a member's bits.
+Note: bits. A common float and separate tensors round alike in plain products and sums only (`mul_`, `product_`, `add_`), of
+float32 and float64. Rates that change from step to step go through `numbers` and these operators, so that other members' rates never change a
+member's bits.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -63,9 +64,10 @@ class StackedParameterUpdate:
         return tuple(self._states[0]["steps"])
 
     def numbers(self, key: Hashable, make: Callable[[MemberRates], Sequence[float]]) -> Numbers:
-        """Return rates that may change at every step, for `mul_` and `add_`.
+        """Return rates that may change at every step, for `mul_`, `product_` and `add_`.
 
-        Both round equally for a common number and for separate numbers, so the form may change from step to step.
+        In float32 and float64 these round equally for a common number and for separate numbers, so the form may change
+        from step to step. In 16 bits separate numbers are rounded first (`MemberRates.beside`).
 
         Args:
             key: identifies the rates within the step.
