@@ -124,7 +124,7 @@ class MemberRates:
         return name in self._alike
 
     def beside(self, values: tuple[float, ...], like: Tensor) -> Tensor:
-        """Return the members' numbers, in the dtype of a stacked tensor, as a tensor that broadcasts over the stacked tensor; cached."""
+        """Return the members' numbers as a tensor of the dtype of `like` that broadcasts over `like`; cached."""
         tensors = self._known.setdefault(values, {})
         key = like.dim(), like.dtype, like.device
         if key not in tensors:

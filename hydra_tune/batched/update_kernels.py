@@ -7,9 +7,9 @@ the update overwrites. Every rate is either common to all members or separate fo
 `UpdateTracer` (`planner/trace/optimizer_graph.py`) traces the same functions as nodes of a graph when a step is
 planned. The module must not know groups, trials or schedulers: rates arrive as numbers or tensors.
 
-Note: bits. A common float and separate tensors round alike in plain products and sums only (`mul_`, `product_`, `add_`), of
-float32 and float64. Rates that change from step to step go through `numbers` and these operators, so that other members' rates never change a
-member's bits.
+Note: bits. In float32 and float64 a common float and separate tensors round alike in plain products and sums only (`mul_`,
+`product_`, `add_`). Rates that change from step to step go through `numbers` and these operators, so that other members'
+rates never change a member's bits.
 """
 
 from collections.abc import Callable, Hashable, Sequence
