@@ -1,4 +1,4 @@
-"""The kernel that fusion and the planner share: the arithmetic of several members' tensors, stacked along a dimension in front.
+"""The arithmetic of several members' tensors, stacked along a dimension in front, which `fusion` and `planner` share.
 
 The package must not know groups, trials or plans: `fusion` and `planner` import this package, and this package imports
 neither. Read `flat_tensors` and `hyperparameters` first, then `update_kernels` and `batched_optimizer`, which are an

@@ -1,12 +1,16 @@
 """Optimizers of stacked members: a single step for all members, each with its own rates.
 
 Before each step the rates are read from the members' own optimizers, where the members' schedulers write. Every member
-has its own step count, so members may begin and pause independently. `GroupTrial` (`fusion/group/group_trial.py`) makes
-the optimizer when members are stacked; plain steps of the group call `step`, planned steps call `note_step`, and
+has its own step count, so members may begin and pause independently. `stacked_optimizer`
+(`fusion/group/stacked_state.py`) makes the optimizer, through `group_optimizer` (`per_member_optimizer.py`), when members
+are stacked; plain steps of the group call `step`, planned steps (`fusion/runtime/step_arguments.py`) call `note_step`, and
 `fusion/matching/fusion_key.py` asks for `options_key` before trials are grouped.
 
 An optimizer without such a form runs member by member (`PerMemberOptimizer`): each member's own optimizer steps that
 member's part of the parameters and gradients.
+
+Note: masks. Whoever steps the group sets `active` first. A step must leave parameters and state of other members at the
+same bits, and `admits` tells whether a new member would change the operators of the present members.
 """
 
 from abc import ABC, abstractmethod
@@ -126,7 +130,7 @@ class _ContiguousParameters:
 class BatchedOptimizer(StackedOptimizer):
     """Steps all members at once, with few operators over all parameters of a shard.
 
-    Only reads the members' optimizers.
+    Reads the members' optimizers, and writes there nothing but torch's mark of a step (`_opt_called`).
     """
 
     def __init__(self, members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> None:

@@ -1,10 +1,14 @@
 """Random numbers of stacked members: every member draws from its own generator.
 
 `GroupStreams` (`fusion/group/group_rng.py`) makes the generator of all members for each unit that draws; a stacked
-graph (`fusion/batching/batched_graph.py`) draws node by node, and a traced step (`joint_graph.py`) before its run.
+graph (`fusion/batching/batched_graph.py`) draws node by node, a traced step (`joint_graph.py`) before its run, and a
+planned step (`fusion/runtime/step_arguments.py`) noise by noise.
 
-Note: on a GPU. Most operators on a GPU draw from the GPU's default generator and accept no other. Dropout is among them
-and has a kernel of its own (`torch.native_dropout`). While a member draws, the default generator is therefore set to
+Note: bits. A member must draw as many numbers as in an unfused run, in the same order and memory layout. A resting member
+draws nothing and gets zeros.
+
+Note: on a GPU. Operators such as dropout draw from the GPU's default generator and accept no other, and dropout has a
+kernel of its own (`torch.native_dropout`). While a member draws, the default generator is therefore set to
 the state of the member's stream (`TurnTakingGenerator`). Dropout masks are drawn by the dropout kernel, in separate
 memory for each member, so a member gets the same masks as in an unfused run, whatever the size of the group. Fused
 attention draws inside its kernels, and cuDNN's recurrent layers keep a separate generator in cuDNN. In both cases a
@@ -238,7 +242,7 @@ _NOTED: ContextVar[_DrawTape | None] = ContextVar("noise of a traced run", defau
 
 @contextmanager
 def noting() -> Iterator[_DrawTape]:
-    """Record the draws of a run on fake tensors, without drawing."""
+    """Record the draws of a run, on fake tensors, without drawing."""
     tape = _DrawTape([], None)
     token = _NOTED.set(tape)
     try:

@@ -5,6 +5,8 @@ same order and with the same gaps. Contiguity is read off the addresses at every
 compute on the gaps too, and values in the gaps mean nothing. `BatchedOptimizer` (`batched_optimizer.py`) forms such
 tensors when a group steps; `joint_graph.py` lays the gradients of a traced step out in the same way, and
 `planner/trace/optimizer_graph.py` traces updates of such tensors.
+
+Note: two allocations may be neighbours by chance, so a flat tensor must never reach beyond a single storage.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ Numbers = float | Sequence[Tensor]
 """Factor for a `FlatTensor`: a number, or a tensor for each part that broadcasts to the part."""
 
 _ALIGNMENT_BYTES = {"cpu": 64, "cuda": 512}
-"""Multiples at which a block's tensors lie (`Device.alignment`): a smaller gap is padding, a larger one may hold a tensor."""
+"""Multiples at which a block's tensors lie (`Device.alignment`): a smaller gap is padding, a larger gap may hold a tensor."""
 
 
 @dataclass(slots=True)

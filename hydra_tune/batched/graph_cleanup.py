@@ -1,6 +1,7 @@
 """Simplify traced graphs: remove identity nodes, and compute products in the wanted orientation and place.
 
-`joint_graph.py` applies these passes to each new trace, before the trace runs for the first time.
+`joint_graph.py` applies these passes to each new trace, before the trace runs for the first time: `tidy` first, then
+`write_in_place` and `overwrite`, and `call_directly` last, because the other passes recognize operators by overload.
 """
 
 import torch

@@ -1,7 +1,10 @@
 """`MemberRates`: the members' optimizer options, as floats where all members agree, and as tensors otherwise.
 
 `BatchedOptimizer` (`batched_optimizer.py`) reads the options anew before each plain step, and `UpdateTracer`
-(`planner/trace/optimizer_graph.py`) before each planned step; `update_kernels.py` computes with them.
+(`planner/trace/optimizer_graph.py`) before each planned step; `update_kernels.py` computes with the options.
+
+Note: bits. An option that was once separate for the members must never become common again, because some operators round
+differently for a float than for a tensor.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 
 _MAX_REMEMBERED = 256
-"""Most remembered tensors of rates: schedules give new numbers at each step, which are not worth keeping."""
+"""Most remembered tensors of rates, and numbers made of them: schedules give new numbers at each step, not worth keeping."""
 
 
 _BETAS = {"beta1": 0, "beta2": 1}
@@ -40,7 +43,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _steady(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return the options that no scheduler changes."""
+    """Return the options that no scheduler of torch changes; a scheduler of the user's own may change any option."""
     # Cyclic schedulers move momentum or betas and leave these keys, so no option counts as steady then.
     if any(name in group for name in _OF_SCHEDULERS):
         return {}
@@ -65,7 +68,10 @@ class MemberRates:
 
     @property
     def key(self) -> Hashable:
-        """Hashable key of the options equal for all members from the start, and never changed by a scheduler."""
+        """Hashable key of the options equal for all members from the start that no scheduler of torch changes.
+
+        The key has the values of the start.
+        """
         return tuple(sorted(self._alike.items()))
 
     def admits(self, group: Mapping[str, Any]) -> bool:
@@ -114,11 +120,11 @@ class MemberRates:
         return numbers
 
     def begins_alike(self, name: str) -> bool:
-        """Return whether all members began with the same value of an option that no scheduler changes."""
+        """Return whether all members, past ones included, began with the same value of a steady option (`_steady`)."""
         return name in self._alike
 
     def beside(self, values: tuple[float, ...], like: Tensor) -> Tensor:
-        """Return the members' numbers as a tensor that broadcasts over a stacked tensor; cached."""
+        """Return the members' numbers as a tensor of the dtype of `like` that broadcasts over `like`; cached."""
         tensors = self._known.setdefault(values, {})
         key = like.dim(), like.dtype, like.device
         if key not in tensors:

@@ -4,8 +4,12 @@ In small models most of a step's time is overhead: dispatch through `torch.vmap`
 overhead is identical in every step, so tracing pays for it once, on fake tensors without memory, and keeps the
 resulting list of operators. Random numbers become arguments of the graph: tracing notes the draws of a shard, and the
 numbers are drawn before each run. `fusion/compile/batched_plan.py` traces when a group meets a kind of batch for the
-first time, and `planner/trace/step_graph.py` traces each step to be planned; a group's units
-(`fusion/group/multi_step_unit.py`) then run the trace.
+first time, and its `StackedPlanExecutor` and rounds (`fusion/group/multi_step_unit.py`) run the trace;
+`planner/trace/step_graph.py` traces each step to be planned.
+
+Note: a trace bakes in the number of members, the sizes of the batch, and the kind of device, but holds no tensor of a
+group. The caller holds the capture gate alone (`shard/capture/capture_lock.py`), because tracing changes state of the
+whole process.
 """
 
 import copy
@@ -283,7 +287,7 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> T
 
 
 def _drawn(run: Any, fakes: Sequence[Tensor], mode: FakeTensorMode) -> Sequence[HoistedDraw] | None:
-    """Return the random numbers that a shard draws; None if the draws depend on values."""
+    """Return the draws that a shard makes, in order; None if the draws depend on values."""
     with mode, torch.no_grad(), noting() as tape:
         run(*fakes)
     return tape.found if tape.is_hoistable else None

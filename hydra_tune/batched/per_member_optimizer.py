@@ -19,9 +19,9 @@ from hydra_tune.batched.batched_optimizer import BatchedOptimizer, StackedOptimi
 class PerMemberOptimizer(StackedOptimizer):
     """Steps the members in turn, by their own optimizers, including hooks.
 
-    During a member's step the member's own parameters are views of the stacked parameters. The member's state is also
-    stored as state of the stacked parameters, under prefixed names, so the group holds and moves the state like that of
-    any optimizer.
+    During a member's step the member's own parameters are views of the stacked parameters, and get their own memory back
+    afterwards. The member's state is also stored as state of the stacked parameters, under prefixed names, so the group
+    holds and moves the state like that of any optimizer. The valid state is the stored state.
     """
 
     def __init__(self, members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> None:

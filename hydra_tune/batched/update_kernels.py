@@ -6,6 +6,10 @@ the update overwrites. Every rate is either common to all members or separate fo
 `BatchedOptimizer` (`batched_optimizer.py`) runs these functions for each plain step of a fused group, and
 `UpdateTracer` (`planner/trace/optimizer_graph.py`) traces the same functions as nodes of a graph when a step is
 planned. The module must not know groups, trials or schedulers: rates arrive as numbers or tensors.
+
+Note: bits. In float32 and float64 a common float and separate tensors round alike in plain products and sums only (`mul_`,
+`product_`, `add_`). Rates that change from step to step go through `numbers` and these operators, so that other members'
+rates never change a member's bits.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -21,7 +25,9 @@ from hydra_tune.batched.hyperparameters import MemberRates
 
 
 class StackedParameterUpdate:
-    """Parameters that take a step together; for each member, all have taken equally many steps before.
+    """A step of some parameters together; for each member, all of these have taken equally many steps before.
+
+    An update function calls the other methods, and the caller calls `finish` last.
 
     Args:
         layout: memory layout of the parameters.
@@ -58,9 +64,10 @@ class StackedParameterUpdate:
         return tuple(self._states[0]["steps"])
 
     def numbers(self, key: Hashable, make: Callable[[MemberRates], Sequence[float]]) -> Numbers:
-        """Return rates that may change at every step, for `mul_` and `add_`.
+        """Return rates that may change at every step, for `mul_`, `product_` and `add_`.
 
-        Both round equally for a common number and for separate numbers, so the form may change from step to step.
+        In float32 and float64 these round equally for a common number and for separate numbers, so the form may change
+        from step to step. In 16 bits separate numbers are rounded first (`MemberRates.beside`).
 
         Args:
             key: identifies the rates within the step.
@@ -73,10 +80,11 @@ class StackedParameterUpdate:
         return group_rates[0][0] if _are_all_one(group_rates) else self._beside(group_rates)
 
     def option(self, name: str, make: Callable[[float], float] = float) -> Numbers:
-        """Return an option that never changes between steps, for any operator.
+        """Return the present value of an option that torch's schedulers leave alone, for any operator.
 
         Some operators round differently for a float than for a tensor. So the result is a float only if all members
-        began with the same value: members that rest or end must not change the operators of the others.
+        began with the same value, and active members still agree: members that rest or end must not change the operators
+        of the others. A traced step (`planner/trace/optimizer_graph.py`) keeps such a float as a constant.
         """
         group_rates = [
             self._of_active(rates.made((name, make), partial(_options, rates, name, make))) for rates in self._distinct
@@ -205,8 +213,8 @@ def _decay(run: StackedParameterUpdate) -> None:
 def _follow(run: StackedParameterUpdate, name: str, momentum: Numbers) -> FlatTensor:
     """Add the gradients to the decayed buffer of earlier gradients."""
     buffer, steady = run.state(name), run.option("momentum")
-    # A single kernel, which may round differently from the two below: only a momentum that never changes takes this
-    # branch.
+    # A single kernel, which may round differently from the two below: only a momentum that torch's schedulers leave alone
+    # takes this branch.
     if isinstance(steady, float):
         torch.add(run.gradient.whole, buffer.whole, alpha=steady, out=buffer.whole)
         return buffer

@@ -1,11 +1,12 @@
 """Horizontal fusion: train several trials of the same architecture as a single trial on stacked tensors.
 
-`PlanLibrary` makes a plan of the architecture for a single member, as for any trial. A fused group runs the same shards
-in the same order, on tensors of the same names with an extra leading dimension of size N: parameters, buffers, batches,
-values that cross cuts, gradients and optimizer state (`fusion/batching/batched_graph.py`,
-`fusion/compile/batched_plan.py`). Paging, spilling and scheduling therefore treat a group like any other trial. Fusion
-pays for small models, for example a sweep over learning rates of an MLP, where launching operators costs more than the
-arithmetic.
+`pool/fusion/` forms groups of a pool's jobs, and `pool/dry_run/` forecasts groups. `PlanLibrary`
+(`shard/partition/plan_cache.py`) makes a plan of the architecture for a single member, as for any trial. A fused group
+runs the same shards in the same order, on tensors of the same names with an extra leading dimension of size N:
+parameters, buffers, batches, values that cross cuts, gradients and optimizer state
+(`fusion/batching/batched_graph.py`, `fusion/compile/batched_plan.py`). Paging, spilling and scheduling therefore treat a
+group like any other trial. Fusion pays for small models, for example a sweep over learning rates of an MLP, where
+launching operators costs more than the arithmetic.
 
 Note: slots. Every member occupies a slot, an index along the leading dimension. A slot can also be vacant.
 

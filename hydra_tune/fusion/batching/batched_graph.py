@@ -5,7 +5,13 @@ node with only shared inputs runs unchanged. A node with stacked inputs runs by 
 others), by `batched_random.drawn` if the node draws random numbers, or else under `torch.vmap`. An operator without any
 of these forms runs once for each member (`per_member_fallback.py`). Regions such as `torch.no_grad()` also run node by
 node. `stacked_plan` (`fusion/compile/batched_plan.py`) makes a `StackedGraph` of each shard when a group's plan is
-made; `fusion/ragged/multi_head_graph.py` makes a `StackedGraph` of the beginning and of each head.
+made; `fusion/ragged/multi_head_graph.py` makes a `StackedGraph` of the beginning and of each head. Units of a group, and
+traces, call the graph.
+
+Note: bits. No operator may mix members: a NaN of one member must leave the others' bits alone. The order of the forms (rule,
+vmap, each member alone) is part of the numbers, because forms round differently.
+
+Note: memory. A value is freed after its last use, because peak memory is planned without it.
 """
 
 import operator
@@ -346,7 +352,10 @@ class StackedGraph:
     def _dtype_check(
         self, target: Any, are_stacked: Sequence[bool]
     ) -> Callable[[Any, Sequence[Any], dict[str, Any]], bool]:
-        """Return whether a stacked result has the dtypes of a member's result, which only autocast may change."""
+        """Return a function that tells whether a stacked result has the dtypes of a member's result.
+
+        Dtypes may differ only under autocast.
+        """
         expected: list[torch.dtype] | None = None
 
         def keeps(result: Any, found: Sequence[Any], given: dict[str, Any]) -> bool:

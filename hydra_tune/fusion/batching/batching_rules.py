@@ -2,7 +2,8 @@
 
 Every rule takes the operator's own arguments, with the members in front of every tensor, and returns the result with
 the members in front. A rule returns None for arguments that `torch.vmap` should handle. `StackedGraph`
-(`batched_graph.py`) looks up a node's rule when a graph is stacked, and calls the rule at each run of the node.
+(`batched_graph.py`) looks up a node's rule when a graph is stacked, and calls the rule at each run of the node;
+`MaskedReduction` (`fusion/ragged/masked_loss.py`) calls `cross_entropy`. Rules must not mix members.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,7 @@
 """`nn.Embedding` and `nn.EmbeddingBag` of stacked members: the members' tables concatenated to a single table.
 
-`StackedGraph` (`batched_graph.py`) calls a rule at each run of an embedding operator on stacked members.
+`StackedGraph` (`batched_graph.py`) calls a rule at each run of an embedding operator on stacked members. An index must never
+reach a row of another member's table.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,7 @@
 """Run an operator without a batched form for each member in turn, and stack the results.
 
-`StackedGraph` (`batched_graph.py`) calls `apart` at each run of a node for which neither a rule nor `torch.vmap` works.
+`StackedGraph` (`batched_graph.py`) calls `apart` at each run of a node for which neither a rule nor `torch.vmap` works, of
+a random operator that takes no generator, and of recurrent layers in low precision for which torch has a kernel of their own.
 """
 
 from collections.abc import Callable, Sequence

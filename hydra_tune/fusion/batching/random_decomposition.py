@@ -1,4 +1,4 @@
-"""Decompose random operators into torch's primitives, each with an argument for a generator.
+"""Decompose random operators into torch's primitives; each primitive that draws gets an argument for a generator.
 
 A member's numbers must come from the member's own generator, but operators such as dropout accept none. Their
 primitives do. Torch decomposes such operators above autograd, so running the primitives equals running the operator,

@@ -2,9 +2,10 @@
 
 Autocast acts by operator, and a stacked form may be another operator: `torch.vmap` turns a distance into products, and
 lets autocast see the products. So the operands of a member's operator are cast first, and the stacked form runs without
-autocast. Autocast itself tells what is cast: the operator runs once on tensors without bytes, of a single member. An
-operator that autocast does not know, but that torch composes of operators which autocast may know, runs under autocast.
-`StackedGraph` (`batched_graph.py`) prepares the operands of each node, and checks the dtypes of composed operators.
+autocast. Autocast itself tells what is cast: the operator runs on tensors without bytes, of a single member, once for each
+kind of operands in a process. An operator that autocast does not know, but that torch composes of operators which autocast
+may know, runs under autocast. `StackedGraph` (`batched_graph.py`) prepares the operands of each node, and checks the dtypes
+of results.
 """
 
 from collections.abc import Sequence

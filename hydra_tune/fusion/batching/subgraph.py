@@ -1,7 +1,8 @@
 """Parts of a shard's captured graph: its arguments, its operators, and a subset of operators as a separate graph.
 
 `tails_of` (`fusion/ragged/loss_heads.py`) cuts heads out of graphs when plans with different losses are compared;
-`fusion/ragged/multi_head_graph.py` cuts out the common beginning when a group's plan is made.
+`fusion/ragged/multi_head_graph.py` cuts out the common beginning when a group's plan is made, and
+`fusion/matching/plan_diff.py` compares arguments and operators. Graphs here are those of plans with a single shard.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from hydra_tune.shard.partition.subgraph import ShardGraph
 
 
 def arguments_of(graph: ShardGraph) -> list[tuple[str, str | int]]:
-    """Return kind and name of every argument of a shard's code, in order."""
+    """Return kind and name of every argument of a shard's code, in order; the shard takes no values of other shards."""
     return [
         *(("state", name) for name in graph.state),
         *(("constant", name) for name in graph.constants),

@@ -1,7 +1,10 @@
 """Turn the plan of a single member into the plan of a group: every shard runs on stacked members.
 
 `GroupPlanFactory` (`batched_plan_cache.py`) stacks a member's plan, and traces the stacked plan, before a group's first
-unit on each kind of batch.
+unit on each kind of batch. Units of the group (`fusion/group/group_step.py`, `fusion/group/multi_step_unit.py`) run the
+`StackedPlanExecutor` of the plan.
+
+Note: groups of the same size share a stacked plan and its traces, so a plan must hold no tensor of a group.
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,6 +3,10 @@
 A member's plan for a kind of batch is stacked and traced once for all groups of the same size in a pool. `GroupMatcher`
 (`pool/fusion/group_matcher.py`) compares trials through the pool's factory before a group is formed, and
 `GroupPlanCache` (`group_plan_cache.py`) asks the factory for plans when a group meets a new kind of batch.
+
+Note: threads. Any thread may call. A capture runs the member's own code on the calling thread, with the member's streams.
+A trace takes the capture gate alone, so no caller may hold the gate shared. Stacked plans are shared by all groups of a
+pool: a plan must hold nothing of a group.
 """
 
 import itertools
@@ -31,7 +35,7 @@ from hydra_tune.shard.partition.plan_request import TrialStateLayout
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 CUDA_GRAPHS = "cudagraphs"
 """Value of `backend` with which hydra-tune itself records steps as CUDA graphs (`cuda_graph_steps.py`)."""
-_MAX_KEPT = 64  # stacked plans of each kind of batch, and comparisons
+_MAX_KEPT = 64  # stacked plans of each kind of batch, and comparisons of groups
 
 
 class GroupPlanFactory:

@@ -1,7 +1,9 @@
 """Record a group's traced step as a CUDA graph, and replay the graph while the group's state keeps its addresses.
 
-`GroupTrial` (`fusion/group/group_trial.py`) runs traced training steps on a GPU through `GroupCaptureCache` if the user
-sets `fusion_compile="cudagraphs"`.
+`GroupTrial` (`fusion/group/group_trial.py`) runs traced training steps of a single batch on a GPU through
+`GroupCaptureCache` if the user sets `fusion_compile="cudagraphs"`, and closes the cache before the state is replaced or
+released. Rounds (`fusion/group/multi_step_unit.py`) and `GroupBatch` (`fusion/group/group_step.py`) take the generator's
+turn before such a step, and give the `CapturedPlanExecutor` the unit's lease.
 
 Note: contents of a graph. Forward and backward read parameters and buffers at fixed addresses, and read copies of the
 batch, the constants and the random numbers, which the group refreshes before each replay. Random numbers are drawn in
@@ -41,7 +43,7 @@ from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.subgraph import ShardGraph
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
-_STEADY_STEPS = 2  # steps at the same addresses before a step is recorded
+_STEADY_STEPS = 2  # steps in a row at the same addresses, the last of which is recorded
 _MOST_RECORDINGS = 8  # recordings of a kind of step before giving up
 _NO_ROOM = "its device has no room for what a graph keeps for itself"
 _MOST_KINDS = 4  # kinds of steps kept recorded; each holds separate memory
@@ -163,7 +165,7 @@ class GroupCaptureCache:
             room_bytes: bytes that the step computes with.
             lease: the unit's lease.
             noise: random numbers and loss scales of the step, if already drawn.
-            is_laid_out: as of `JointTrace.run`; a step that records another lays nothing out.
+            is_laid_out: as of `JointTrace.run`; a step that is recorded lays nothing out.
         """
         place = operands.state[0].device
         # A group may run on several devices in turn, and a graph belongs to one.

@@ -1,8 +1,12 @@
 """`GroupPlanCache`: the plans of a group, by the kinds of batches that its members want.
 
-A kind is a mode and a batch signature. `GroupPlanCache` makes a plan when a new kind appears, and finds smaller batches
-that can be padded and computed together with larger batches, such as the last batch of an epoch. `GroupTrial`
-(`fusion/group/group_trial.py`) asks `GroupPlanCache` whenever the group chooses the members to compute next.
+A kind is a mode and a batch signature, and may have several plans, each for other values or numbers. `GroupPlanCache`
+makes a plan when a new kind appears, and finds smaller batches that can be padded and computed together with larger
+batches, such as the last batch of an epoch. `GroupTrial` (`fusion/group/group_trial.py`) asks `GroupPlanCache` whenever
+the group chooses the members to compute next, and `MemberComparison` (`fusion/group/member_comparison.py`) before reports.
+
+Note: all plans of a group are cut as `first` is, because all run on the state that `first` has cut. Only the thread that
+advances the group may call, except for `make_ready` and `stacked`.
 """
 
 import logging

@@ -1,8 +1,9 @@
 """Compile a group's traced step with `torch.compile`: optional, since compiling often takes longer than a whole search.
 
-The compiled code is run once beside the trace, on synthetic inputs. If the compiler fails or the results differ, the
-group runs the trace, and the log gives the reason. `trace_step` (`batched_plan.py`) calls `compiled_trace` right after
-tracing a training step for CPU devices if `fusion_compile` names a compiler.
+The compiled code is run once beside the trace, on synthetic inputs. If the compiler fails, or the losses or gradients
+differ by more than a thousandth, the group runs the trace, and the log gives the reason. `trace_step`
+(`batched_plan.py`) calls `compiled_trace` right after tracing a training step for CPU devices if `fusion_compile` names a
+compiler; `cuda_graph_steps.py` compares a recorded step by `difference`.
 """
 
 import logging

@@ -1,6 +1,7 @@
 """`BucketScheduler`: choose the members computed next, always members with the same kind of batch.
 
-`GroupTrial` (`group_trial.py`) asks `BucketScheduler` before each step, round or evaluated batch of a group.
+`GroupTrial` (`group_trial.py`) asks `BucketScheduler` before each step, round or evaluated batch of a group, though not
+between the batches of an accumulated step.
 
 Members run out of phase: a member at the end of its epoch wants a smaller last batch or its metrics, while the others
 are in the middle of an epoch. Such a batch takes as long for a single member as for all members, so the batch waits for
@@ -8,8 +9,9 @@ others that will soon want the same kind. While the batch waits, the slots of it
 choices lose work, measured in places times steps, and the smaller loss is unknown in advance.
 
 The rule is the classic rent-or-buy strategy: a kind of batch runs as soon as its waiting members have lost as much as
-all others would lose by running the batch now. The total loss is at most twice the unavoidable loss, no member waits
-forever, and members that have met once end their epochs together.
+all others would lose by running the batch now. No member waits forever.
+
+Note: the choice decides only when batches run together. No member's numbers may depend on the choice.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

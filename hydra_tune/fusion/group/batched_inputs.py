@@ -20,8 +20,8 @@ _MOST = 16  # limit on batches stacked at once, since their indices take memory
 class StackedBatches:
     """Batches of the same kind for all members: successive stacked batches, each with a batch of every member.
 
-    If all members pick from the same data, a stacked batch is a single gather, and several batches can follow each
-    other. Otherwise there is only one.
+    If all members pick from the same data, a stacked batch is a single gather, and up to `_MOST` batches follow each
+    other. Otherwise there is a single stacked batch.
 
     A smaller batch is padded with copies of its own first sample, so the padding is as finite as the real samples. An
     additional tensor then holds the number of samples that count for every member.

@@ -2,6 +2,9 @@
 
 `GroupTrial` (`group_trial.py`) calls `GroupExecutor` for each step, round or evaluated batch, after the choice of the
 members.
+
+Note: masks. `set_up` names the active slots to the streams and, before a training batch, to the optimizer. Units draw
+for active slots only, and results of resting slots reach no member.
 """
 
 import math
@@ -78,7 +81,7 @@ class GroupExecutor:
         return BatchPart(plan=plan, times=times, leaves=batches.leaves()), batches, resting
 
     def batches_of(self, bucket: Sequence[GroupSlot], like: MemberBatchRequest | None) -> StackedBatches:
-        """Return the members' batches; a resting member computes on another member's batch."""
+        """Return the batches of all slots; a resting slot computes on the first batch of the bucket."""
         requests = {id(seat): wanted_of(seat) for seat in bucket}
         first_request = wanted_of(bucket[0])
         wanted = [requests.get(id(seat), first_request) for seat in self._places.seats]
@@ -107,7 +110,7 @@ class GroupExecutor:
     ) -> Generator[PendingUnit, None, int]:
         """Run a unit of several steps, planned or not; return the number of steps.
 
-        If the bucket holds all members, the members advance inside the unit.
+        If the bucket holds all members that want a batch (`is_all`), the members advance inside the unit.
         """
         arguments = self._of_round(bucket, part, batches, resting, like, is_all=is_all)
         self.round = new_round = GroupRound(*arguments) if planned is None else PlannedRound(*arguments, planned)

@@ -1,7 +1,11 @@
 """`GroupStreams`: the random streams of a group, composed of the members' own streams.
 
-`SlotTable` (`slot_table.py`) makes `GroupStreams` when a group begins or changes its size; each unit of the group that
-draws random numbers (`group_step.py`, `multi_step_unit.py`) enters `drawing`.
+`SlotTable` (`slot_table.py`) makes `GroupStreams` when a group begins or changes its size, and for the parts of an
+evaluation; each unit of the group that draws random numbers (`group_step.py`, `multi_step_unit.py`,
+`fusion/runtime/paired_unit.py`) enters `drawing`.
+
+Note: a slot that is not active must draw nothing. Streams belong to the members, and a vacant slot holds the streams of a
+member that may draw elsewhere (`vacant` in `slot.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

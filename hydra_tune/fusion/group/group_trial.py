@@ -1,10 +1,17 @@
 """`GroupTrial`: several trials that the pool runs as a single trial.
 
 The group advances the members' own training loops (`membership.py`), picks the members whose batches run next
-(`batch_bucketing.py`), and yields a unit that computes all of them on stacked tensors (`group_executor.py`). A sweep of
+(`batch_bucketing.py`), and yields units that compute all of them on stacked tensors (`group_executor.py`). A sweep of
 32 small MLPs becomes a single job this way, instead of 32 jobs that compete for the device. `GroupJobLauncher`
-(`pool/fusion/group_jobs.py`) makes a `GroupTrial` when a job in preparation has found further members;
-`FusionBenchmark` (`fusion/matching/group_timing.py`) makes a `GroupTrial` to time a group size.
+(`pool/fusion/group_jobs.py`) makes a `GroupTrial` when a job in preparation has found further members, or has left a
+group; `FusionBenchmark` (`fusion/matching/group_timing.py`) makes a `GroupTrial` to time a group size; and `PairTrial`
+(`fusion/runtime/pair_trial.py`) advances two groups.
+
+Note: threads. A single thread at a time advances a group, and members' code, joins, leaves and changes of size run only
+there, between two steps. Other threads may set `goes_back`, call `make_ready`, and ask `is_due`, `admits` or `knows`.
+
+Note: order. Recorded and planned steps are bound to the stacked state, so both are dropped before the state is replaced or
+released.
 """
 
 import logging
@@ -54,10 +61,10 @@ class GroupTrial(Trial):
     """A running fused group.
 
     Args:
-        seats: the members, already built, with equal fusion keys; members may have begun in another group.
+        seats: the members, with equal fusion keys; members may have begun in another group.
         plans: makes the group's plans.
         library: provides plans of single members.
-        device: any device of the pool, for host memory.
+        device: any device of the pool, for host memory; traces are made for devices of its kind.
         desk: receives events about the slots and answers questions, on the thread that advances the group.
         host, tenant, times: as of `Trial`.
         most: largest number of slots; None: the present number.
@@ -67,9 +74,10 @@ class GroupTrial(Trial):
         buckets: chooses and counts the members computed together.
         captures: the recorded steps, where the group records steps.
         records: whether the group records steps.
-        hands_back: whether `close` hands unfinished members back, because another group will continue them.
+        hands_back: whether `close` hands unfinished members back between two steps, because another group may continue
+            the members.
         goes_back: whether the group ends before its next step so that the members continue elsewhere; any thread may
-            set the flag.
+            set the flag. A group of a pair ends with the pair instead.
         takes_turns: whether the group offers its steps, to run in turn with the steps of another group.
         offer: the steps of the due unit, offered to run in turn; None where the steps cannot run in turn.
         beside: the other group of the same job; None where the group is alone.
@@ -122,7 +130,7 @@ class GroupTrial(Trial):
 
     @property
     def remaining_seconds(self) -> float:
-        """Expected seconds of compute left, taken from the member with the most work left."""
+        """Expected seconds of compute left, by the most steps and the most evaluated batches that any member has left."""
         steps = max((seat.member.progress.steps_left for seat in self._places.live), default=0)
         evaluated = max((seat.member.progress.evaluated_batches_left for seat in self._places.live), default=0)
         # The step under way counts in `_step_left`, so subtract it here.
@@ -130,7 +138,10 @@ class GroupTrial(Trial):
         return self._step_left + later_seconds + evaluated * self._evaluation_times.total
 
     def admits(self, member: MemberTrial) -> bool:
-        """Return whether a new member would leave the bits of the present members unchanged."""
+        """Return whether a new member would leave the bits of the present members unchanged.
+
+        A member that clips gradients is admitted only where a member clipped when the slots were made.
+        """
         if member.task.max_grad_norm is not None and not self._places.gradients.has_two_phases:
             return False  # the group did not reserve the memory that clipping needs
         optimizer = None if self.state is None else self.state.optimizer
@@ -247,10 +258,7 @@ class GroupTrial(Trial):
     def _next(
         self, wanting: Sequence[GroupSlot], choose: Callable[[Mapping[Hashable, list[GroupSlot]]], list[GroupSlot]]
     ) -> tuple[list[GroupSlot], PreparedPlan]:
-        """Choose the members computed next, and return the plan that serves the choice.
-
-        The choice is made among members that want a batch.
-        """
+        """Choose the members computed next among members that want a batch; return the choice with a plan for all."""
         self._follow_state(wanting)
         try:
             return self._chosen(wanting, choose)
@@ -395,7 +403,7 @@ class GroupTrial(Trial):
     def _compute(
         self, bucket: Sequence[GroupSlot], parts: Sequence[GroupPart], *, is_all: bool
     ) -> Generator[PendingUnit, None, int]:
-        """Run the wanted batches, plus further batches where several fit a unit; return the number run for each."""
+        """Run the wanted batches, plus further batches where a unit runs several; return the number run for each member."""
         if len(parts) > 1:
             yield from self._evaluate_in(parts, bucket)
             return 1
@@ -466,7 +474,7 @@ class GroupTrial(Trial):
     ) -> tuple[BatchPart, StackedBatches, Collection[int], MemberBatchRequest | None]:
         """Configure the group for the given members.
 
-        Return the part, the batches, the resting slots and the largest batch.
+        Return the part, the batches, the resting slots, and the largest batch (None where all batches have one size).
         """
         first_request = wanted_of(bucket[0])  # `GroupPlanCache.of` puts the largest batch first
         like = first_request if are_padded(bucket) else None
@@ -491,7 +499,7 @@ class GroupTrial(Trial):
     def _may_take_turns(
         self, prepared: PreparedPlan, likeness: MemberDifferences, like: MemberBatchRequest | None
     ) -> bool:
-        """Return whether the planner supports steps of the given kind."""
+        """Return whether steps of the given kind may be planned in turn with another group's steps."""
         is_whole = len(prepared.plan.shards) == 1 and prepared.guard is None and self.task.accumulate == 1
         return is_whole and likeness.rows is None and like is None
 

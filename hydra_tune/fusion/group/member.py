@@ -1,10 +1,16 @@
 """`MemberTrial`: a trial inside a fused group; its training loop asks the group to compute every batch.
 
 A member runs the loop of `SingleTrial` with its own data, random streams, schedule, history and reports. The loop
-yields `MemberBatchRequest` requests instead of units. A member outside any group runs like an ordinary trial.
-`GroupMatcher` (`pool/fusion/group_matcher.py`) builds a member when a job of a `FusedPool` is prepared, and
-`FusionBenchmark` (`fusion/matching/group_timing.py`) for timed steps; `GroupTrial` (`group_trial.py`) has the requests
-of its members computed together.
+yields `MemberBatchRequest` requests instead of units. A member outside any group (`is_fused` False) runs like an
+ordinary trial. `GroupMatcher` (`pool/fusion/group_matcher.py`) builds a member when a job of a `FusedPool` is prepared,
+and `FusionBenchmark` (`fusion/matching/group_timing.py`) for timed steps; `GroupTrial` (`group_trial.py`) has the
+requests of its members computed together.
+
+Note: ownership. While a member is in a group, the group's stack holds the present weights and optimizer state, and the
+member's own module and optimizer are stale until `fetch`. Rates, random streams, loss scale and history stay the
+member's own: the member's scheduler goes on writing to the member's own optimizer, where the group reads the rates.
+
+Note: random numbers. A look at data or a capture must leave the member's streams and feed where they were (`peek`).
 """
 
 import math
@@ -110,7 +116,7 @@ class MemberTrial(SingleTrial):
         results: losses or metrics of the computed batches, for a leading part of the request.
         inputs: as given to `identify`.
         fetch: copies the member's part of the group's state to the member's own module and optimizer; None outside a
-            group.
+            group. No unit of the group may run meanwhile.
     """
 
     is_fused = False
@@ -290,7 +296,7 @@ class MemberTrial(SingleTrial):
 
     @property
     def gradient_rules(self) -> GradientProcessor:
-        """The trial's own gradient rules, which hold its loss scale inside a group too."""
+        """The trial's own gradient rules, which hold the trial's loss scale inside a group too."""
         return self._gradients
 
     def runs_at(self, times: UnitTimes, mode: str) -> None:

@@ -1,9 +1,11 @@
 """`MemberComparison`: compares the captured steps of a group's members with their eager steps before reports.
 
-`MemberCoordinator` (`membership.py`) asks before each report, and `GroupTrial` (`group_trial.py`) notes each training step.
+`MemberCoordinator` (`membership.py`) asks before each report, through `GroupTrial` (`group_trial.py`), which also notes
+each training step.
 
-Note: turns. One member is compared for the reports of a step, another one the next time, within a hundredth of the group's
-time. A difference concerns all members that share the plan, so each is compared at its own report from then on.
+Note: turns. A single member is compared for the reports of a step, another member the next time, within a hundredth of the
+group's time. A comparison copies the slot to the member's own module and optimizer. A difference concerns all members
+that share the plan, so each is compared at its own report from then on.
 """
 
 import math
@@ -39,7 +41,7 @@ class MemberComparison:
         self._latest = own, request
 
     def check(self, seat: GroupSlot, step_seconds: float) -> None:
-        """Compare a member, if there is time, where a member is about to report.
+        """Compare the member whose turn it is, if there is time, where a member is about to report.
 
         Args:
             seat: the member that is about to report.

@@ -2,11 +2,15 @@
 
 Between steps members continue to their next batch, report and receive answers, end, leave, and join. `GroupTrial`
 (`group_trial.py`) calls `settled` before each step, round or evaluated batch, and `advance` for every computed member
-afterwards.
+afterwards; a round (`group_executor.py`) calls `go_on` inside its unit.
 
 Note: lock-step. Every member names the batch to compute next, and members with the same kind of batch compute together
 (`batch_bucketing.py`). A member that has reported rests until the answer arrives. The group waits only when all
 members rest.
+
+Note: order. Members end and leave first, then the stack changes its size, then new members join, and answered members
+continue last. An error of a member's code is stored in the slot and ends only this member. Other threads only set flags
+of a slot (`stop`, `is_paused`, `is_answered`), and may ask `is_due`.
 """
 
 import time
@@ -29,7 +33,8 @@ class MemberCoordinator:
         places: the group's slots.
         desk: receives events and answers questions about the slots, on the thread that advances the group.
         resize: changes the number of slots, if a change is due and prepared.
-        compare: compares a member's captured step with its eager step before a report; raises if they differ.
+        compare: may compare captured steps with eager steps, where a member is about to report; raises a `TaskError` if
+            the steps of this member differ.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class MemberCoordinator:
                 return
 
     def _is_right(self, seat: GroupSlot) -> bool:
-        """Return whether no comparison of the member's captured step shows a difference; store an error."""
+        """Return whether no comparison shows a difference for this member; otherwise store the error in the slot."""
         try:
             self._compare(seat)
         except TaskError as error:

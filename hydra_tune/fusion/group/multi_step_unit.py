@@ -1,16 +1,21 @@
 """`GroupRound`: several steps of a group in a single unit, for models whose step is short beside the overhead of a unit.
 
-`GroupExecutor` (`group_executor.py`) makes a `GroupRound` if all members that want a batch take part and `may_go_round`
-allows several batches in a unit.
+`GroupTrial` (`group_trial.py`) asks `may_go_round`, and `GroupExecutor` (`group_executor.py`) makes a `GroupRound` if
+all members that want a batch take part. `PlannedRound` (`fusion/runtime/planned_unit.py`) and `PairRoundHalf`
+(`fusion/runtime/paired_unit.py`) are rounds of planned steps.
 
 Note: contents of a round. A single lease holds parameters and optimizer state from the first step to the last. Between
-steps the members take their losses and advance to their next batches. A round ends when a member wants anything other
-than a batch of the same kind (a report, an evaluation, its end), when a member is to be stopped, and after some
-milliseconds. No other trial therefore waits longer for the device, and no member longer for its end, than for a unit of
-a larger model.
+steps the members take their losses and advance to their next batches, inside the lease, on the device's thread. A round
+begins no further step after `SECONDS`, nor when a member wants anything other than a batch of the same kind (a report,
+an evaluation, its end), is to be stopped or paused, has a loss that is not finite, or has changed what the plan has baked
+in. No other trial therefore waits longer for the device, and no member longer for its end, than for a unit of a larger
+model.
 
 Note: out of memory. The random numbers of a step are kept until the step is over, and overwritten buffers are restored.
-A repeated unit therefore resumes with the failed step.
+A unit repeated after a failure before an update therefore resumes with the failed step; a failed update cannot be
+repeated.
+
+Note: locks. A step takes the generator's turn first and the capture gate second, as everywhere.
 """
 
 import math
@@ -173,7 +178,7 @@ class GroupRound:
         )
 
     def measured(self, seconds: float) -> None:
-        """Update the expected time of a step from the measured time of the unit."""
+        """Update the expected time of a step from the measured seconds of the unit."""
         times, step_seconds = self._rules.times, seconds / max(1, self.steps)
         if self._rules.plan.mode == "train":
             # A round includes the updates, which have an expected time of their own.
@@ -291,7 +296,7 @@ class GroupRound:
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
-        """Restore overwritten buffers after a step: for resting members always, for all members if the step fails."""
+        """Restore overwritten buffers after a step: rows of resting slots always, all rows if the step fails."""
         rules = self._rules
         tensors = [rules.state.tensors[name] for name in rules.shard.graph.written_state]
         buffers_before = [tensor.detach().clone() for tensor in tensors]

@@ -9,9 +9,10 @@ _PATIENCE_STEPS = 16
 class GroupResizePolicy:
     """Decides when a group gains or loses slots.
 
-    Sizes are powers of two, which keeps the number of plans small, or the largest permitted size. A group grows as soon
-    as a member waits without a vacant slot. A group shrinks only after at least half of its slots have been vacant
-    for some steps: an ended trial is often followed by a new trial, and resizing the stack twice would gain nothing.
+    New sizes are powers of two, which keeps the number of plans small, or the largest permitted size. A group grows as
+    soon as a member waits without a vacant slot. A group shrinks only if no member waits and at least half of its slots
+    have been vacant for `_PATIENCE_STEPS` batches: an ended trial is often followed by a new trial, and resizing the
+    stack twice would gain nothing.
 
     Args:
         most: largest number of slots.
@@ -22,7 +23,7 @@ class GroupResizePolicy:
         self._quiet_steps = 0
 
     def computed(self, size: int, taken: int) -> None:
-        """Note that a step has run with `taken` of `size` slots occupied."""
+        """Note that a batch has been computed with `taken` of `size` slots occupied."""
         self._quiet_steps = self._quiet_steps + 1 if 2 * taken <= size else 0
 
     def wanted(self, size: int, taken: int, waiting: int) -> int:

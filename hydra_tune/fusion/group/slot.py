@@ -1,7 +1,9 @@
 """`GroupSlot`: a member in its slot, with requests and end; `GroupDelegate`: the interface to the owner of a group.
 
 `FusedJob` (`pool/fusion/fused_job.py`) makes a job's slot for a group; `MemberCoordinator` (`membership.py`) calls the
-delegate, `LiveGroup` (`pool/fusion/live_group.py`), when a member ends, reports or leaves, and when a member may join.
+delegate when a member ends, reports or leaves, and when a member may join. The delegate is `LiveGroup`
+(`pool/fusion/live_group.py`); for a group of a pair a `PairSide` (`fusion/runtime/pair_side.py`), which asks `LiveGroup`;
+where steps are timed, a `ClosedGroupDelegate`.
 """
 
 from collections.abc import Sequence
@@ -75,7 +77,11 @@ class GroupSlot:
 
 
 def vacant(like: GroupSlot) -> GroupSlot:
-    """Return a vacant slot: computed like `like`, and masked."""
+    """Return a vacant slot: computed like `like`, and masked.
+
+    The vacant slot names the member of `like`, which may meanwhile train in another slot or outside the group. So
+    nothing may draw from, write to or count for a member through a slot that is not active.
+    """
     # The slot still computes, so it needs a member for the stacked module, streams and rules.
     seat = GroupSlot(like.member, waits=False)
     seat.status = "vacant"
@@ -112,7 +118,7 @@ class GroupDelegate(Protocol):
         """
 
     def measured(self, found: AutotuneResult, like: MemberBatchRequest) -> None:
-        """Receive the measured time of planned steps, for batches like `like`."""
+        """Receive the measured times of planned steps, for batches like `like`."""
 
 
 class ClosedGroupDelegate(GroupDelegate):

@@ -1,7 +1,8 @@
 """`SlotTable`: the slots of a group, their occupants, and the stacked state.
 
-`MemberCoordinator` (`membership.py`) lets members in and out between two steps; `GroupExecutor` (`group_executor.py`)
-reads the slots to stack batches and to hand out results.
+`GroupTrial` (`group_trial.py`) makes the table, and changes its size. `MemberCoordinator` (`membership.py`) lets members
+in and out between two steps; `GroupExecutor` (`group_executor.py`) reads the slots to stack batches and to hand out
+results.
 
 Note: joining and leaving. A group has a number of slots. Between two steps a member that has ended or is paused gives
 its slot to another member (`put_in`). The new member begins or continues its training, at whatever step the others
@@ -75,7 +76,7 @@ class SlotTable:
         return [index for index, seat in enumerate(self.seats) if seat.status is not None]
 
     def part(self, slots: range) -> "SlotTable":
-        """Return a table of some slots, to evaluate their members on rows of the same state."""
+        """Return a table of some slots, with streams and gradient rules of its own, to evaluate on rows of the same state."""
         part = SlotTable(self.seats[slots.start : slots.stop], self._device)
         assert self.state is not None
         part.state = rows_of(self.state, slots.start, slots.stop)
@@ -114,7 +115,10 @@ class SlotTable:
             hand_out(self.state, self.seats.index(seat), *seat.member.built())
 
     def resize(self, size: int) -> None:
-        """Change the number of slots; the state moves to the members, and the old stack is dropped."""
+        """Change the number of slots; the state moves to the members, and the old stack is dropped.
+
+        The caller makes the new stack. At least one member must be live, for which vacant slots stand.
+        """
         live = self.live
         if self.state is not None:
             for seat in live:

@@ -1,9 +1,13 @@
 """Convert between members' own modules and the stacked module of a group.
 
-`StackedModule` and `stacked_optimizer` build the group's state. `hand_out` copies a slot back to a member's own module,
-for example before a checkpoint or when a trial is pruned, and `put_in` copies a joining member into a slot.
-`GroupTrial` (`group_trial.py`) builds the state before the first step and after each change of size; `SlotTable`
-(`slot_table.py`) copies slots while no unit of the group runs.
+`StackedModule` and `stacked_optimizer` build the group's state. `hand_out` copies a slot back to a member's own module
+and optimizer, for example before a checkpoint and when a member completes or leaves, and `put_in` copies a joining member
+into a slot. `GroupTrial` (`group_trial.py`) builds the state before the first step and after each change of size;
+`SlotTable` (`slot_table.py`) copies slots.
+
+Note: no unit of the group may run during a copy. The stacked tensors belong to a `ModelState`
+(`train/state/model_state.py`), whose blocks may move to another device or to the host between two units, so a slot is
+read through `aliases` and written through `rewrite`.
 """
 
 import copy

@@ -3,7 +3,11 @@
 `fusion_key` reduces a trial to a hashable key. Trials with equal keys are candidates for a group;
 `GroupPlanFactory.check_alike` then compares the captured graphs. Trials of a sweep over learning rates or dropout
 probabilities, for example, have equal keys. `GroupMatcher` (`pool/fusion/group_matcher.py`) takes a trial's key as soon
-as the trial is built; `pool/dry_run/fusion_report.py` takes the key of each task that `HydraExecutor.plan` forecasts.
+as the trial is built; `pool/dry_run/fusion_report.py` and `pool/dry_run/step_profiles.py` take the key of each task that
+`HydraExecutor.plan` forecasts.
+
+Note: a property must enter the key if the step's graph or the group's update depends on the property, and no other check
+compares the property.
 """
 
 from collections.abc import Hashable

@@ -1,6 +1,9 @@
 """`GroupSizeChooser`: decide for `fusion="auto"` how many fusable trials compute together, by timing real steps.
 
-`GroupMatcher` (`pool/fusion/group_matcher.py`) asks `GroupSizeChooser` when a job looks for members of a new group.
+`GroupMatcher` (`pool/fusion/group_matcher.py`) asks `GroupSizeChooser` when a job looks for members of a new group;
+`fusion/runtime/planned_group_size.py` uses `steps_of`.
+
+Note: a lock is held while steps are timed, and `refuse` waits for the lock too, so no caller may hold the pool's lock.
 """
 
 import logging

@@ -1,12 +1,14 @@
 """Decide how many trials compute together, from measured step times. Plain numbers in, a choice out; no tensors.
 
 `GroupSizeChooser` (`group_size_chooser.py`) asks `next_size` before each measurement and `chosen_size` after the last
-measurement; `pool/dry_run/fusion_report.py` does the same for `HydraExecutor.plan(probe=True)`.
+measurement; `pool/dry_run/fusion_report.py` does the same for `HydraExecutor.plan(probe=True)`. `GroupMatcher`
+(`pool/fusion/group_matcher.py`) asks for `LEAST_GAIN` of planned steps, too.
 
 Note: order of the measurements. Timing a group costs a few steps of all its members: little if the group gains, and
 much if not. So no size is timed if its worst-case cost exceeds a small share of the remaining work. The largest
-admissible size is first. If the size gains, larger sizes follow, since their cost can now be predicted. If not, smaller
-sizes follow as long as they improve, and larger sizes if a line through the measurements predicts a gain.
+admissible size is first. If the size gains, larger sizes follow, since their cost can now be predicted. If a first size
+below `_LARGE` does not gain, the next larger size follows. Otherwise smaller sizes follow as long as they improve, and
+larger sizes if a line through the measurements predicts a gain.
 """
 
 from collections.abc import Mapping

@@ -5,8 +5,9 @@
 
 Note: isolation. The timed trials are separate, with copies of a model and of a batch and with separate random streams.
 The trial that gave the model and the batch stays unchanged, and the pool's ledgers, times and figures do not see the
-timed steps. While steps are timed, their memory comes on top of the ledgers. What the user's functions and data count in
-Python meanwhile is put back, but for values that other trials may have changed as well, which a warning names.
+timed steps. While steps are timed, the memory of the steps comes on top of the ledgers. Whatever the user's functions and
+data count in Python meanwhile is put back, but for values that other trials may have changed as well, which a warning
+names.
 
 Note: clock. On a CPU device the clock is the CPU time of the calling thread, which excludes time taken by other
 threads. On a GPU the clock runs until the device is done.

@@ -3,7 +3,10 @@
 Trials whose architecture keys differ only in numbers can still have equal graphs, because a dropout probability is just
 an argument of an operator. The comparison walks the captured graphs node by node and ignores the probabilities.
 `GroupPlanFactory` (`fusion/compile/batched_plan_cache.py`) compares plans before a group is formed, and again when a
-group stacks a plan for its present members.
+group stacks a plan for its present members; `stacked_plan` (`fusion/compile/batched_plan.py`) uses `with_stand_ins`.
+
+Note: a difference that is overlooked trains a member on another member's graph, so anything not known to be equal counts as
+a difference.
 
 Note: recognized probabilities. The operator's masks must be separable from the operator, and the graph must contain the
 operator in any case: `torch.dropout`, also of whole channels, dropout inside attention, and dropout between recurrent

@@ -1,7 +1,8 @@
 """Losses over the leading samples of a batch only; the remaining samples are padding and do not count.
 
 `counted_losses` (`sample_independence.py`) makes the reductions when a group meets a second batch size;
-`fusion/compile/batched_plan.py` writes the reductions into the plan of the padded batch.
+`fusion/compile/batched_plan.py` writes the reductions into the plan of the padded batch, and `StackedGraph`
+(`fusion/batching/batched_graph.py`) calls `counted_loss` at each run.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Run a stacked graph with heads: the beginning for all members, every head on the rows of its members.
 
 `stacked_plan` (`fusion/compile/batched_plan.py`) makes such a graph when the members of a group have different losses
-or metrics.
+or metrics. Results keep the order of the members, and a result that a member does not have is NaN.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,9 @@ except for sizes; a dimension of a node's value that scales as B to b holds the 
 that the first b of B samples produce exactly what the smaller batch produces: every operator that receives samples must
 be known to compute each sample separately. The chain ends at a loss that reduces over samples, and the loss is then
 told how many samples count (`masked_loss.py`). `GroupPlanCache` (`fusion/compile/group_plan_cache.py`) asks once for
-each pair of batch sizes that members of a group want at the same time.
+each pair of plans whose batches members of a group want at the same time.
+
+Note: an operator that no rule knows is refused. A wrong acceptance would change losses and gradients silently.
 
 Note: why the padding may hold any finite value. No value of the first b samples depends on the padding, and nothing
 computed from the padding reaches a loss; its gradients are zeros times finite numbers.

@@ -1,7 +1,7 @@
 """`PairSide`: a group of a pair, with a delegate that forwards to the pair's delegate.
 
-`PairTrial` (`pair_trial.py`) advances both sides whenever the pool asks the pair for its next unit; a group calls its
-side, as delegate, between two steps.
+`GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes both sides with the pair. `PairTrial` (`pair_trial.py`) advances
+both whenever the pool asks the pair for its next unit; a group calls its side, as delegate, between two steps.
 """
 
 import time

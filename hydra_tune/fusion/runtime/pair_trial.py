@@ -4,13 +4,15 @@ Each of the two groups is an ordinary group, with its own slots, state, plans an
 stopped and saved, leave and join there. `PairTrial` advances both groups. When both are about to make training steps on
 the same kind of batch, the steps form a single unit (`paired_unit.py`). All other work runs separately, so every member
 gets the same bits as in its group alone. `GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes a `PairTrial` when the
-members found for a job are to train as two groups in turn.
+members found for a job are to train as two groups in turn, and `LiveGroup` (`pool/fusion/live_group.py`) treats the pair
+like a group.
 
 Note: staying together. A group that is about to train waits while the other has other work to do. While the other waits
 for answers to reports, the group waits no longer than members of a group wait for each other. If the groups want
 batches of different kinds, the group that is behind goes first.
 
-Note: end of a group. When a group has ended, its state is released, and the other group continues alone.
+Note: end of a group. When a group has ended, its state is released, and the other group continues alone. Merged steps are
+bound to the states of both groups, so the steps are closed before either state.
 
 Note: going back. A pair that must end before its members do ends at a moment when both groups are about to make steps
 in turn and neither has begun.

@@ -1,14 +1,18 @@
 """`PairRound`: steps of two groups in turn in a single unit; each backward is merged with the other group's forward.
 
-`PairTrial` (`pair_trial.py`) makes a `PairRound` whenever both groups are about to make steps that can run in turn.
+`PairTrial` (`pair_trial.py`) makes a `PairRound` whenever both groups are about to make steps that can run in turn, of the
+halves that `GroupExecutor` (`fusion/group/group_executor.py`) has made for the groups' offers (`pair_offer.py`).
 
 Note: ends of a unit. A unit begins with a lone forward (the prologue) and ends with a lone backward (the epilogue), so
 no step is open between units: members report, are evaluated, saved, stopped, join and leave there. Inside a unit each
 group's members advance to their next batches after their own step, while the other group's step is still open. If a
 group cannot continue, the other group finishes the step it has begun, and the unit ends.
 
-Note: length. A unit ends where a round ends (`fusion/group/multi_step_unit.py`), but not before a few steps of each
-group, because the half steps at both ends of a unit are merged with nothing.
+Note: length. A unit ends where a round ends (`fusion/group/multi_step_unit.py`), but `SECONDS` do not count before a few
+steps of each group, because the half steps at both ends of a unit are merged with nothing.
+
+Note: locks. A segment takes the generator's turn first and the capture gate second, as everywhere. A lone forward can be
+repeated after a failure, and a segment with a backward cannot.
 """
 
 import math

@@ -1,5 +1,6 @@
 """`StepPlanAutotuner`: measure planned steps during ordinary training, and keep the fastest way to run them.
 
+`PlannedStepCache` (`planned_unit.py`) and `PairTrial` (`pair_trial.py`) make a `StepPlanAutotuner` for each kind of step.
 All ways to run a step compute the same graphs with the same bits, so training can switch between ways at any unit. The
 way with the best prediction runs first and is timed: `PlannedRound` (`planned_unit.py`) and `PairRound`
 (`paired_unit.py`) report the time of a step after each unit. If the prediction is off by more than `TOLERANCE`, the
@@ -21,7 +22,7 @@ from hydra_tune.quantities import format_short_seconds
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _WARM_UPS, _TURNS = 2, 5
-"""Untimed and timed units of each way."""
+"""Untimed and timed units of each way in a comparison."""
 
 
 S = TypeVar("S", bound=DeviceStepRunner)

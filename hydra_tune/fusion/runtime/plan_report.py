@@ -1,8 +1,8 @@
 """`PlannedSizeChoice`: the compared ways to train trials that exceed a device's memory together, and the chosen way.
 
 Plain values without tensors, for the log, the event log and tables. `PlannedSizeChooser` (`planned_group_size.py`)
-makes the choice before a group is formed; `pool/dry_run/fusion_report.py` makes a choice for
-`HydraExecutor.plan(probe=True)`.
+makes the choice before a group is formed, and `pool/views/job_logging.py` writes the choice to the event log;
+`pool/dry_run/fusion_report.py` shows a choice for `HydraExecutor.plan(probe=True)`.
 """
 
 from collections import Counter

@@ -1,7 +1,9 @@
 """`DeviceStepRunner`: run a planned step on the device of the current unit, which may change from unit to unit.
 
 `GroupStepRunner` (`planned_unit.py`) and `PairStepRunner` (`paired_unit.py`) are the runners for the planned steps of a
-group and of a pair.
+group and of a pair; `StepPlanAutotuner` (`plan_autotuner.py`) keeps a runner for each way, and closes all.
+
+Note: only the thread of the running unit may call `on` and `segment`, inside the unit's lease.
 """
 
 from collections.abc import Callable, Mapping, Sequence

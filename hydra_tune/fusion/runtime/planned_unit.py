@@ -2,6 +2,8 @@
 
 `GroupTrial` (`fusion/group/group_trial.py`) asks `PlannedStepCache` before each step of a group with a planner;
 `GroupExecutor` (`fusion/group/group_executor.py`) makes a `PlannedRound` where the step is planned.
+
+Note: planned steps are bound to the group's state. `GroupTrial` calls `clear` before the state is replaced or released.
 """
 
 from collections.abc import Callable, Sequence
@@ -145,14 +147,14 @@ class PlannedStepCache:
         *,
         is_one_loss: bool,
     ) -> StepPlanAutotuner[GroupStepRunner] | None:
-        """Return the planned steps of a plan; None where the plain step fits the device.
+        """Return the planned steps of a plan; None for an evaluation, and where the plain step fits the device.
 
         Args:
             prepared: the group's plan.
             state: the group's state.
             inputs: the stacked batch; only the geometry counts.
             gradients: the group's gradient rules.
-            like: a member's batches.
+            like: a member's batches, named with the measurement.
             is_one_loss: whether all members have the same loss.
 
         Raises:

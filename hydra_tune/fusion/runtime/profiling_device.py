@@ -1,7 +1,8 @@
 """`ProfilingDevice`: a device on which the planner profiles steps, representing all devices of its kind.
 
 `DeviceReservations` (`pool/devices/device_reservation.py`) offers a `ProfilingDevice` of each kind; `StepPlanner`
-(`step_planner.py`) borrows the device while a step is laid out or profiled.
+(`step_planner.py`) borrows the device while a step is laid out or profiled. `host_of` stands for the CPU devices of a pool
+or a dry run.
 """
 
 from collections.abc import Callable, Iterable

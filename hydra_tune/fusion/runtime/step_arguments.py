@@ -7,8 +7,11 @@ Note: masks. A planned step updates all members, each parameter as soon as no la
 Members that take no step (resting, or without a finite loss) have their parameters and moments saved to the host before
 the backward, and restored afterwards.
 
-Note: places. Parameters, buffers and optimizer state are on the device of the running unit. Batches, constants and
-rates are on the host, and are sent to the device for every step.
+Note: places. Parameters, buffers and optimizer state are on the device of the running unit. Batches, constants, clipping
+norms and rates are on the host, and are sent to the device for every step.
+
+Note: a failed backward leaves parameters half updated, so the step counts only after success, and the caller marks the
+backward as not repeatable.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,12 @@
 """`StepPlanner`: plan group steps that exceed a device's memory; the planner chooses swap and recompute of activations.
 
-The module knows groups' plans and the geometry of tensors. `PlannedSizeChooser` (`planned_group_size.py`) asks for
-plans before a group is formed; `planned_unit.py` asks before each step of a group, and executes the planned step. More
+The module knows groups' plans and the geometry of tensors, and must not know running groups. `PlannedSizeChooser`
+(`planned_group_size.py`) asks for plans before a group is formed; `PlannedStepCache` (`planned_unit.py`) asks before the
+first step of a kind, and runs the planned step; `PairTrial` (`pair_trial.py`) asks for the merged steps of two groups. More
 fused CNNs, for example, then train together than fit a plain step.
+
+Note: locks. One plan is made at a time (`_making`), because concurrent profiles would disturb each other. Tracing holds
+the capture gate alone, and profiling shares the gate and borrows a device, so no caller may hold the pool's lock.
 """
 
 import logging
@@ -407,7 +411,7 @@ def _member(step: PlannedStep) -> PortfolioPlan:
 
 
 def updated(graph: StepGraph) -> frozenset[str]:
-    """Return the parameters and buffers that a step overwrites after its losses: the trained parameters.
+    """Return the parameters and buffers that a step overwrites after its losses; in a planned step, the trained parameters.
 
     Args:
         graph: the step's graph.

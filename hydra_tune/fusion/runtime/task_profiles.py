@@ -1,8 +1,11 @@
-"""Sub-arrays of trials that are all like a given task, traced and profiled from the task's own plan, without training.
+"""Groups of trials that are all like a given task, traced and profiled from the task's own plan, without training.
 
 A task whose steps cannot be planned is refused here, with the reason. `pool/dry_run/step_profiles.py` makes a
-`TaskProfileCache` for each kind of task that `HydraExecutor.plan(profile=...)` forecasts; `step_planner.py` calls
-`check_plannable` before the steps of a group are planned.
+`TaskProfileCache` for each kind of task that `HydraExecutor.plan(profile=...)` forecasts; `check_planned` in
+`step_planner.py` calls `check_plannable` before the steps of a group are planned. The planner calls such a group a
+sub-array.
+
+Note: the task's module and optimizer are only read. Tracing holds the capture gate alone.
 """
 
 from collections.abc import Sequence
