@@ -94,7 +94,7 @@ def own_loss_of(trainer: Trainer) -> OwnLoss | None:
         "__module__": kind.__module__,
     }
     shared: Any = object.__new__(type(kind.__name__, (kind,), rules))
-    vars(shared).update(settings | own | {"accelerator": _Accelerator()})
+    vars(shared).update(settings | own | {"accelerator": _SingleProcessAccelerator()})
     for name in of_model:
         del vars(shared)[name]
     return OwnLoss(method=getattr(shared, "compute_loss"), of_model=_THE_MODEL | of_model)  # noqa: B009 - see __call__
@@ -161,8 +161,8 @@ def _names_of_library(kind: type) -> set[str]:
     return {i.argval for each in functions for i in dis.get_instructions(each) if i.opname == "STORE_ATTR"}
 
 
-class _Accelerator:
-    """What the stock `compute_loss` asks of an `Accelerator`: a process alone, and models without wrappers."""
+class _SingleProcessAccelerator:
+    """Stands in for the `Accelerator`, as far as the stock `compute_loss` asks: one process, and models without wrappers."""
 
     num_processes, process_index, is_main_process, is_local_main_process = 1, 0, True, True
     parallelism_config = None

@@ -187,8 +187,9 @@ def task_of(
     except ValueError as error:
         raise RefusedTrainerError([f"its optimizer: {error}"]) from error
     if args.max_grad_norm and (outside := _unfrozen_outside(trainer.model, param_groups)):
+        others = f" and {len(outside) - 1} other unfrozen parameters" * (len(outside) > 1)
         reason = (
-            f"its optimizer lacks {outside[0]!r} and {len(outside) - 1} other unfrozen parameters, whose gradients Trainer "
+            f"its optimizer lacks the unfrozen {outside[0]!r}{others}, whose gradients Trainer "
             "counts where it clips: freeze these with requires_grad_(False), or set max_grad_norm=0"
         )
         raise RefusedTrainerError([reason])

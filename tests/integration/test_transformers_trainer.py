@@ -592,7 +592,7 @@ REFUSALS = {
         optimizer_with_an_attribute, "Decoupled has is_decoupled=True, and made again .* False; use a subclass that has"
     ),
     "clipping beside the optimizer": (
-        optimizer_of_the_head, "its optimizer lacks 'bert.*: freeze these with .*, or set max_grad_norm=0"
+        optimizer_of_the_head, "its optimizer lacks the unfrozen 'bert.*: freeze these with .*, or set max_grad_norm=0"
     ),
     "half precision and smoothing": ({"bf16": True, "label_smoothing_factor": 0.1}, "bf16=True with a label_smoothing"),
     "evaluation in bfloat16": ({"bf16_full_eval": True}, "bf16_full_eval=True: evaluate in the precision"),
