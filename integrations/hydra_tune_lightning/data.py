@@ -67,7 +67,8 @@ def loader_from(source: Any, name: str, *, is_numbered: bool) -> DataLoader[Any]
         raise RefusedModuleError([f"{name}() draws random numbers: split or shuffle the data in setup()"])
     if isinstance(loader, list | tuple) and not loader:
         return None
-    if isinstance(loader, list | tuple) and len(loader) == 1:
+    # Lightning gives the batches of a list's only loader as they are in a validation, and each within a list in a training.
+    if isinstance(loader, list | tuple) and len(loader) == 1 and name == "val_dataloader":
         (loader,) = loader
     if not isinstance(loader, DataLoader):
         raise RefusedModuleError([f"{name} gives {type(loader).__name__}: give one torch.utils.data.DataLoader"])

@@ -451,6 +451,7 @@ REFUSED = {
     "train_dataloader() draws random numbers": {"make": Drawing},
     "no train_dataloader": {"make": Plain},
     "val_dataloader gives list": {"val_dataloaders": [loader(), loader()]},
+    "train_dataloader gives list": {"train_dataloaders": [loader()]},
     "train_dataloader gives dict": {"train_dataloaders": {"a": loader()}},
     "sampler with set_epoch()": {"train_dataloaders": loader(sampler=Epochs(20))},
     "num_sanity_val_steps=2 draws": {"val_dataloaders": loader(shuffle=True, generator=torch.Generator())},
