@@ -84,7 +84,7 @@ class LoopThread:
             raise LoopEnded("the trial of this loop is over")
 
     def end(self) -> None:
-        """Have the function end at its mark, and wait for the thread's end."""
+        """Have the function end at its mark, and wait for the thread's end, at most ten seconds."""
         if self._thread is None:
             return
         if not self._is_over:

@@ -111,7 +111,7 @@ class LoopUnitMemory:
 
         Raises:
             BudgetError: from an operator without room for its results.
-            TaskError: the unit ends within a mode of the loop's own.
+            TaskError: a followed unit ends within a dispatch mode or an inference mode of the loop's own.
         """
         assert self._lease is not None
         assert self.device is not None
