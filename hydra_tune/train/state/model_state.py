@@ -1,7 +1,8 @@
 """A trial's long-lived tensors as groups: parameters, buffers and optimizer state of each shard.
 
-`SingleTrial` (`train/single_trial.py`) makes a `ModelState` for the plan of a trial, and `GroupTrial`
-(`fusion/group/group_trial.py`) for the stacked model of a group. Each unit (`train/loop/batch_units.py`) gets the
+`OwnCodeTrial` (`train/own_code_trial.py`) makes a `ModelState` for the plan of a trial, `GroupTrial`
+(`fusion/group/group_trial.py`) for the stacked model of a group, and `TrialRehearsal` (`train/timing/fake_trial.py`) for a
+forecast. Each unit (`train/loop/batch_units.py`) gets the
 groups of its shard from the `ModelState`. `TensorGroups` (`tensor_groups.py`) has the groups; this module adds the
 optimizer's steps, the optimizer's state, and the user's own code.
 
