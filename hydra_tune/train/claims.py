@@ -33,7 +33,7 @@ class TrialClaim:
         module: the trial's module.
 
     Attributes:
-        module: as given.
+        module: as given; None once the claim is given up.
         optimizer: the trial's optimizer, once built.
         storages: storages of the parameters by name, and whether each parameter is trained.
 

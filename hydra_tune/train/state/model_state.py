@@ -310,7 +310,11 @@ class ModelState(TensorGroups):
         return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor.requires_grad}
 
     def adopt_optimizer_state(self, names: tuple[str, ...], device: Device) -> None:
-        """Move state tensors that the optimizer has just created into a group on the host, on the device's copy thread."""
+        """Move state tensors that the optimizer has just created into a group on the host, on the device's copy thread.
+
+        Where a new tensor stands in the place of an adopted tensor of the same shape and dtype, the adopted tensor takes
+        the new values and its place again.
+        """
         fresh: dict[tuple[str, str], Tensor] = {}
         for name in names:
             entries = self.optimizer.state.get(self.tensors[name], {})
