@@ -389,7 +389,7 @@ class SingleTrial(OwnCodeTrial):
         """Compare the latest step's plan with the eager step, as often as takes a hundredth of the trial's time.
 
         Raises:
-            TaskError: the plan gives other numbers than the eager step.
+            CaptureError: the plan gives other numbers than the eager step.
         """
         latest, self._latest = self._latest, None
         if latest is None or self.module is None or latest[0].plan.eager:
