@@ -9,8 +9,9 @@ first unit and, on a worker's thread, after each unit, and closes the trial. `Si
 (`own_loop/loop_trial.py`), `GroupTrial` (`fusion/group/group_trial.py`) and `PairTrial` (`fusion/runtime/pair_trial.py`)
 derive from `Trial`.
 
-Note: threads. Any thread may call `advance`, `snapshot` and `close`, but never two threads at once. Only
-`leave_device`, `end_lease`, and `close` after a loader's timeout may run while another thread is in the trial's program.
+Note: threads. Any thread may call `advance`, `snapshot` and `close`, but never two threads at once. Beside
+the figures, only `leave_device`, `end_lease`, and `close` after a loader's timeout may be called while another thread is in
+the trial's program.
 
 Note: the user's code runs inside `_own_code` alone, so that its draws come from the trial's streams, and no capture runs
 meanwhile. `close` gives the claim on the module up last, once the state is home.

@@ -12,7 +12,7 @@ own code; `BatchUnits` (`train/loop/batch_units.py`) enters the streams around e
 make streams for code that must leave the process's streams alone.
 
 Note: bits. A plain loop's `torch.manual_seed`, `numpy.random.seed` and `random.seed` set the same positions. Captured units
-draw from torch's stream alone, and only `mark`, `go_back`, `skip` and `fork` move or copy the stream between units.
+draw from torch's stream alone.
 """
 
 import copy
