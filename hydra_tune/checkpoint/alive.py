@@ -65,7 +65,7 @@ def has_died(folder: Path, name: str) -> bool:
     """Whether the file's process is known to be dead; False for a missing file, which may belong to another folder.
 
     Raises:
-        FileError: the file cannot be read.
+        FileError: the file cannot be opened, or the file system has no locks.
     """
     try:
         lock = _opened(folder / name, 0)

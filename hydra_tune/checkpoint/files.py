@@ -6,7 +6,7 @@ The modules of this package that keep files call these functions at each write o
 Note: atomic writes. The content first goes to a file beside the target, with mode 0600 and a unique name. The file is
 flushed to the disk and renamed over the target, and the folder is flushed as well. A reader of the target finds the old
 content or the new content. A killed process leaves a file that `is_temporary` recognizes; `remove_leftovers` removes
-the file.
+the file, on the same machine, once no process has the id of the writer.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
     Raises:
         FileError: the system refuses to write, flush or rename, the name belongs to something other than a plain file,
             or `overwrite` is false and a file has the name. The content of `path` is then unchanged, and no other file
-            is left.
+            is left; only after a failed flush of the folder, `path` has the new content.
     """
     temporary = path.parent / f".{path.name}.{_MACHINE}-{os.getpid()}-{uuid.uuid4().hex}.tmp"
     try:

@@ -1,7 +1,8 @@
 """A trial's folder of checkpoints: two generations, each complete or absent, and verified when read.
 
-`TrialCheckpointer` (`pool/checkpointing/writer.py`) opens the folder when a trial is prepared and writes at each save;
-a pool that resumes a trial, and `find_checkpoint` (`pool/checkpointing/lookup.py`), call `load_checkpoint`.
+`TrialCheckpointer` (`pool/checkpointing/writer.py`) opens the folder when a trial is prepared and writes at each save.
+A pool that resumes or retries a trial (`pool/checkpointing/writer.py`, `pool/faults/retry.py`), `HydraExecutor`
+(`executor.py`), `find_checkpoint` (`pool/checkpointing/lookup.py`) and `train/checkpoint/weights.py` call `load_checkpoint`.
 
 Note: generations. A generation is three files: `00000007.safetensors`, `00000007.json`, and `00000007.manifest`. The
 manifest has the sizes and SHA-256 of the contents of the other two files, and is written last. Without a manifest a
@@ -75,7 +76,8 @@ class CheckpointFolder(LockedFolder):
             The path of the manifest.
 
         Raises:
-            FileError: the generation cannot be written; the earlier generations are unchanged.
+            FileError: the generation cannot be written, and the earlier generations are unchanged; or the new generation
+                is complete, and an old one of the generations cannot be removed.
         """
         numbers = generations(self.path)
         name = f"{max(numbers, default=0) + 1:08d}"

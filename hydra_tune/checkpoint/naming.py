@@ -1,7 +1,8 @@
 """Folder names for freely chosen names.
 
-`PoolCheckpointWriter` (`pool/checkpointing/writer.py`) names the folder of each submitted trial, `HydraExecutor` finds
-that folder again by the name of the trial, and `sweep_folder.py` names the folder of a sweep.
+`PoolCheckpointWriter` (`pool/checkpointing/writer.py`) names the folder of each submitted trial, `HydraExecutor`
+(`executor.py`) finds that folder again by the name of the trial, and `sweep_folder.py` names the folder of a sweep. Another
+release has to find the folders of this release, so the names must not change.
 """
 
 import hashlib

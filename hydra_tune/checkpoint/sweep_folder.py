@@ -3,8 +3,9 @@
 The folder holds `lock`, `sweep.json` with the folder's identity, and a JSON file for each note. The lock is the
 system's: the lock of a dead process is free, and nothing needs tidying up. The module knows nothing of the notes'
 contents. `run_sweep` (`cli/run/sweep_run.py`) holds the folder of a sweep with a `checkpoint_dir` from before the pool
-opens until the end; the tuner (`integrations/hydra_tune_optuna/sweep.py`) notes the position of the sampler and earlier
-failures.
+opens until the end. The Optuna tuner notes the position of the sampler
+(`integrations/hydra_tune_optuna/search/resume_sweep.py`) and earlier failures (`integrations/hydra_tune_optuna/sweep.py`).
+`cli/dry_run/checking.py` asks whether a sweep is being run (`check_free`).
 """
 
 import json

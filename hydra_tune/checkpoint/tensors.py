@@ -3,8 +3,9 @@
 Any reader of safetensors reads the files; reading never runs code. This module writes the files itself, because the
 library holds the whole file in memory or writes under a name of its own, without flushing, and loses errno. The library
 does the reading, because the library validates its input. The module knows no models and no trials. `folder.py` saves
-and loads checkpoints through this module, `best.py` saves weights during a search, and `Result.save`, `load_module` and
-`hydra-tune best` save or load weights when a user calls them.
+and loads checkpoints through this module, `best.py` saves weights during a search, and `Result.save` (`train/trained.py`),
+`load_module` (`train/checkpoint/weights.py`) and `hydra-tune best` (`cli/run/export.py`) save or load weights when a user
+calls them.
 
 Note: stored data. Tensors with overlapping memory form a group, stored once: as the member that covers the whole memory
 without gaps, else as a flat stretch under a separate name. Every other member, and a member with strides other than a

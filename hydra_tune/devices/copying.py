@@ -1,10 +1,13 @@
-"""Copy threads of a device: a thread for awaited copies, and threads for background copies.
+"""Copy threads of a device: a thread for host memory and awaited copies, and threads for background copies.
 
 In addition, a `HostComputeThread` computes on the host while the device computes. `CpuDevice` (`cpu.py`) and
-`CudaDevice` (`cuda.py`) make the threads when a device is opened, and copy on them for the pager before a unit and for
-`memory/prefetch.py` while a unit computes.
+`CudaDevice` (`cuda.py`) make the threads when a device is opened. `CudaDevice` makes the pager's awaited copies on the
+`AwaitedCopyThread`; `CpuDevice` makes such copies on the waiting thread, and only host memory on the `AwaitedCopyThread`.
+Both make the background copies for `memory/prefetch.py` on a `BackgroundCopyThread`. `CpuDevice` and the planner
+(`planner/run/copy_engine.py`) send copies over a `SimulatedLink`, and fused steps (`fusion/runtime/step_arguments.py`,
+`fusion/group/multi_step_unit.py`) bring small tensors to a GPU by `sent`.
 
-Note: background copies. An awaited copy (`AwaitedCopyThread`) never queues behind a copy that nobody waits for:
+Note: background copies. An awaited copy never queues behind a copy that nobody waits for:
 background copies have threads of their own, a thread for each direction in which the device can copy at the same time.
 Copies of the same direction run in the order of the requests. A copy holds references to its tensors until its end,
 and drops the references before it reports the end, so a caller who then drops its own references really frees the
@@ -31,7 +34,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 class AwaitedCopyThread:
-    """A thread that owns a device's host memory and makes awaited copies in order.
+    """A thread that allocates a device's host memory and, of a GPU, makes awaited copies; all requests run in order.
 
     Args:
         name: name of the device, for the thread's name.

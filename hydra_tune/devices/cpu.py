@@ -2,7 +2,8 @@
 
 All code above the devices is the same as on a GPU, so the whole system runs, and is tested, without a GPU.
 `devices/hardware/discovery.py` opens CPU devices when a pool starts; `train/timing/step_timing.py` and
-`shard/cost/eager_pilot.py` open further devices for the length of a measurement.
+`shard/cost/eager_pilot.py` open further devices for the length of a measurement. `WeightlessDevice` (`weightless.py`) draws
+from the same `DefaultCpuGenerator`.
 
 Note: links. A device with a limited link has a single link for all copies. A copy from another device occupies the
 source's outgoing link and the target's incoming link at the same time, for as long as the slower link needs. Every

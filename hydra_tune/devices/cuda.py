@@ -133,7 +133,7 @@ class CudaDevice:
 
     @contextmanager
     def worker(self) -> Iterator[None]:
-        """Make the compute stream current for the worker's whole life."""
+        """Make the compute stream current for the thread inside the context, and wait for the stream at the end."""
         torch.set_num_threads(1)
         with torch.cuda.device(self.torch_device), torch.cuda.stream(self._compute), working_on(self.torch_device):
             yield

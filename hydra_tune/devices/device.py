@@ -3,7 +3,8 @@
 `CpuDevice` (`cpu.py`), `CudaDevice` (`cuda.py`) and `WeightlessDevice` (`weightless.py`) implement the protocol.
 `devices/hardware/discovery.py` opens the devices when a pool starts. `Worker` (`pool/runtime/worker.py`) runs each unit
 on a device, `Pager` (`memory/pager.py`) copies blocks to and from the device, and `RandomStreams`
-(`train/rng/rng_streams.py`) sets the device's generator before a unit draws.
+(`train/rng/rng_streams.py`) sets the device's generator before a unit draws. `shard/capture/graph_device.py` asks for the
+device of the calling thread (`worker_place`). A change of the protocol needs the same change in all three devices.
 
 Note: allocation. A device's worker thread allocates device memory, and its copy thread allocates host memory (through
 `on_host`). On a CPU device both are ordinary memory, and only the thread distinguishes them: everything that the worker
@@ -115,7 +116,11 @@ class Device(Protocol):
         """The generator of stochastic operators on the device."""
 
     def worker(self) -> AbstractContextManager[None]:
-        """Return the context that the worker thread enters once, for its whole life."""
+        """Return the context of a thread that computes on the device.
+
+        The worker thread stays in the context for its whole life; a loop's thread, and threads that measure or profile,
+        enter the context for a while. The number of intra-op threads stays changed afterwards.
+        """
 
     def empty(self, nbytes: int) -> Tensor:
         """Allocate uninitialised device memory: `(nbytes,)`, uint8. On the worker thread."""
@@ -187,7 +192,7 @@ class Device(Protocol):
 
 @contextmanager
 def working_on(place: torch.device) -> Iterator[None]:
-    """Make a device outside the host the device of the calling worker thread."""
+    """Make a device outside the host the device of the calling thread inside the context."""
     before, _WORKER.place = worker_place(), place
     try:
         yield
@@ -196,5 +201,5 @@ def working_on(place: torch.device) -> Iterator[None]:
 
 
 def worker_place() -> torch.device | None:
-    """Return the device outside the host on which the calling worker thread computes; None on all other threads."""
+    """Return the device outside the host on which the calling thread computes, inside `Device.worker`; None elsewhere."""
     return getattr(_WORKER, "place", None)

@@ -5,7 +5,8 @@ any time. A trial's random numbers must not depend on other threads, so threads 
 default generator, neither in the operators they run nor in calls about the generator (`torch.manual_seed`,
 `torch.get_rng_state`). `RandomStreams` (`train/rng/rng_streams.py`) and, for a group, `GroupStreams`
 (`fusion/group/group_rng.py`) set the generator of a thread while a unit or the code of a trial runs;
-`shard/verify/step_outcome.py` does so when a plan is checked.
+`shard/verify/step_outcome.py` does so when a plan is checked, `train/data/index_gather.py` to try torch's sampler once, and
+`batched/batched_random.py` for each member of a batched step.
 
 Note: mechanism. Torch's dispatcher passes each operator through several keys before its kernel. At the last key, below
 autograd and all modes that observe operators, a wrapper gives the thread's generator to each operator that accepts a

@@ -1,7 +1,10 @@
 """Positions in a generator's stream: the distance between two states, and advancing a state.
 
 `SingleTrial` (`train/single_trial.py`) counts the draws of the first batch of a plan, where batches of a step may run
-on several devices; `RandomStreams.skip` then advances the stream past a batch that is drawn ahead.
+together; `RandomStreams.skip` (`train/rng/rng_streams.py`) then advances the stream past a batch that is drawn ahead. The
+generators of `cpu.py` and `cuda.py` derive from the two classes.
+
+Note: bits. A wrong count would move all later draws of a trial, so `draws_between` returns None where in doubt.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """`SingleThreadExecutor`: makes calls in order on a thread of its own, with a future for each call.
 
-The copy threads of a device (`copying.py`) and the thread of the disk (`memory/host/disk.py`) are such executors as
-long as a pool runs; `pool/dry_run/report.py` and others make such an executor for a single forecast or measurement.
+The copy threads of a device (`copying.py`), the thread of the disk (`memory/host/disk.py`) and the thread that releases
+ended trials (`pool/runtime/worker.py`) are such executors as long as a pool runs; `pool/dry_run/report.py` and others make
+such an executor for a single forecast or measurement.
 
 Note: end of the program. `concurrent.futures.ThreadPoolExecutor` refuses calls once the main thread has ended, although
 a program goes on until its other threads have ended, and one of these may be waiting for a pool's trials. The thread

@@ -1,7 +1,8 @@
 """Calls of a task's factories, with clear errors for common mistakes.
 
-`Trial` (`trial.py`) calls the factories through this module when a pool builds the trial, and `train_plain`
-(`train/loop/reference_loop.py`) does so before its first step. The module knows nothing of devices.
+`Trial` (`trial.py`) calls the factories through this module when the trial is built, and `train_plain`
+(`train/loop/reference_loop.py`) does so before its first step. `SingleTrial` (`single_trial.py`) and `MemberTrial`
+(`fusion/group/member.py`) prepare a built module for planning. The module knows nothing of a pool's devices.
 """
 
 import functools

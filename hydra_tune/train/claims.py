@@ -1,8 +1,11 @@
 """Claims of trials on trained objects: two trials training the same object would change each other's numbers.
 
 A trial claims the module, the optimizer, and the memory of the parameters. Untrained memory may be shared, such as the
-frozen vectors of an embedding in a dozen trials. `Trial` (`trial.py`) makes the claim as soon as the module is built,
-and gives the claim up when the trial is closed.
+frozen vectors of an embedding in a dozen trials. `Trial` (`trial.py`) makes the claim as soon as the module is built, or
+`LoopTrial` (`own_loop/loop_trial.py`) once the loop has registered the module, and gives the claim up when the trial is
+closed.
+
+Note: a new claim may wait up to a minute for a trial that is ending. The wait leaves the capture gate, and holds no lock.
 """
 
 import threading
@@ -30,7 +33,7 @@ class TrialClaim:
         module: the trial's module.
 
     Attributes:
-        module: as given.
+        module: as given; None once the claim is given up.
         optimizer: the trial's optimizer, once built.
         storages: storages of the parameters by name, and whether each parameter is trained.
 

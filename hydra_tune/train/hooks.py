@@ -2,8 +2,8 @@
 
 A captured graph does not contain hooks, and the copies on which a step is tried lack the hooks of parameters. Where
 several shards use a parameter, its hooks would get each shard's part of the gradient. `SingleTrial`
-(`single_trial.py`) refuses a model with such hooks before the model is first cut, and `fusion_key`
-(`fusion/matching/fusion_key.py`) before the trial may join a group.
+(`single_trial.py`) refuses a model with such hooks before the model is first cut, `OwnCodeTrial` (`own_code_trial.py`) when
+the trial leaves its own code, and `fusion_key` (`fusion/matching/fusion_key.py`) before the trial may join a group.
 """
 
 from collections.abc import Iterator

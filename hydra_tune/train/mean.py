@@ -1,7 +1,8 @@
-"""A mean weighted by samples, in float64, and the values of a validation pass.
+"""A weighted mean in float64, and the values of a validation pass.
 
-`SingleTrial` (`single_trial.py`) and `MemberTrial` (`fusion/group/member.py`) average the training losses between two
-reports, and the metrics of each validation pass.
+`OwnCodeTrial` (`own_code_trial.py`), `SingleTrial` (`single_trial.py`) and `MemberTrial` (`fusion/group/member.py`) average
+the training losses between two reports, weighted by samples, or with `loss_weight=` by steps, and the metrics of each
+validation pass. `train_plain` (`train/loop/reference_loop.py`) has a mean of its own, and both must add in the same order.
 """
 
 from collections.abc import Mapping

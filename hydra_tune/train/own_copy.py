@@ -1,7 +1,9 @@
 """A model of each trial's own, for integrations whose users' functions may return one model, or parts of one, each time.
 
-An integration calls the user's function once to read the model, and marks its tensors (`mark_seen`). A later call that
-returns a model with a marked tensor gets a copy (`own_copy`): the marked model is as it was, and every trial begins there.
+The integrations of the Trainer and of Lightning (`integrations/hydra_tune_transformers/task.py`,
+`integrations/hydra_tune_lightning/task.py`) call the user's function once to read the model, and mark the model's tensors
+(`mark_seen`). Where a later call returns a model with a marked tensor, the trial gets a copy (`own_copy`): the marked model
+stays as it was, and every trial begins there.
 """
 
 import copy
@@ -31,7 +33,7 @@ def own_copy(module: _Module, *, is_own: bool = False) -> _Module:
         is_own: whether the module is the trial's own apart from frozen parameters, which may have been thawed since.
 
     Raises:
-        TaskError: a parameter has hooks, which a copy would lack.
+        TaskError: a parameter that would be copied has hooks, which a copy would lack.
     """
     seen = [tensor for _, tensor in named_state(module) if _MARK in vars(tensor)]
     frozen = {id(tensor): tensor for tensor in seen if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}

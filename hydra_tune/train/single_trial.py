@@ -2,8 +2,12 @@
 
 The training loop is written once, as a generator that reads like a plain loop and yields wherever a shard unit is due.
 `OwnCodeTrial` (`own_code_trial.py`) has the steps and the evaluation by the user's own code.
-`JobPreparer` (`pool/runtime/preparer.py`) makes a `SingleTrial` for each admitted job of a pool without fusion; with
-fusion, a job's trial is a `MemberTrial` (`fusion/group/member.py`), a subclass.
+`JobPreparer` (`pool/runtime/preparer.py`) makes a `SingleTrial` for each admitted job with a `TrainTask` in a pool without
+fusion; with fusion, a job's trial is a `MemberTrial` (`fusion/group/member.py`), a subclass. Forecasts
+(`pool/dry_run/report.py`) and measurements (`train/timing/step_timing.py`) make further `SingleTrial`s.
+
+Note: bits. The order of draws, sums, scheduler, reports and modes is the order of `train/loop/reference_loop.py`, and a
+change here needs the same change there.
 """
 
 import itertools
@@ -60,7 +64,7 @@ class SingleTrial(OwnCodeTrial):
     def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[CachedPlan, batches.BatchLeaves]:
         """Build the model, draw the first batch and make its plan, without running a unit.
 
-        Callers inspect the result instead of training.
+        A forecast (`pool/dry_run/report.py`) inspects the plan and closes the trial; `advance` must not follow.
 
         Args:
             building: context manager entered around the task's factories.
@@ -385,7 +389,7 @@ class SingleTrial(OwnCodeTrial):
         """Compare the latest step's plan with the eager step, as often as takes a hundredth of the trial's time.
 
         Raises:
-            TaskError: the plan gives other numbers than the eager step.
+            CaptureError: the plan gives other numbers than the eager step.
         """
         latest, self._latest = self._latest, None
         if latest is None or self.module is None or latest[0].plan.eager:

@@ -37,9 +37,10 @@ class TrainingOutcome:
     def module(self) -> nn.Module:
         """Return the user's own module with the trained weights, in training mode.
 
-        The module is on the host, or on the device given to `train_plain`. The result is an ordinary module: every
-        parameter and buffer has memory of its own, with the strides that the module's class chose, and tied parameters
-        are one object. Only tensors created by your own code to share memory still share memory.
+        The module of a `LoopTask` is in the mode in which the loop has left the module. The module is on the host, or on
+        the device given to `train_plain`. The result is an ordinary module: every parameter and buffer has memory of its
+        own, with the strides that the module's class chose, and tied parameters are one object. Only tensors created by
+        your own code to share memory still share memory.
 
         Raises:
             HydraTuneError: the run has left no weights; the error of a failed run is the cause.

@@ -4,8 +4,17 @@ A trial is built from its task, restored from a checkpoint, saved between two st
 is a generator that yields wherever a unit is due. The pool runs the unit on a device of its choice and then resumes the
 generator. A trial knows nothing of other trials or of the schedule.
 
-The pool's preparer (`pool/runtime/preparer.py`) builds a trial, and workers (`pool/runtime/worker.py`) resume the trial
-after each unit. `single_trial` has the loop of trials that train by themselves and of a fused group's members.
+`JobPreparer` (`pool/runtime/preparer.py`) makes a trial. `JobState` (`pool/runtime/job_state.py`) advances the trial to its
+first unit and, on a worker's thread, after each unit, and closes the trial. `SingleTrial` (`single_trial.py`), `LoopTrial`
+(`own_loop/loop_trial.py`), `GroupTrial` (`fusion/group/group_trial.py`) and `PairTrial` (`fusion/runtime/pair_trial.py`)
+derive from `Trial`.
+
+Note: threads. Any thread may call `advance`, `snapshot` and `close`, but never two threads at once. Beside
+the figures, only `leave_device`, `end_lease`, and `close` after a loader's timeout may be called while another thread is in
+the trial's program.
+
+Note: the user's code runs inside `_own_code` alone, so that its draws come from the trial's streams, and no capture runs
+meanwhile. `close` gives the claim on the module up last, once the state is home.
 """
 
 import threading
@@ -69,8 +78,10 @@ class PendingReport:
     """A due report; the trial waits for an answer.
 
     Attributes:
-        step: the epoch, from 0, or with `report_every=n` the number of optimizer steps done.
-        metrics: `train_loss` and `val_<name>`.
+        step: the epoch, from 0, or with `report_every=n` the number of optimizer steps done; of a `LoopTask`, as of
+            `LoopReport`.
+        metrics: values by reported name: `train_loss` and those of `reported_names` (`task.py`), or as the loop names the
+            values.
     """
 
     step: int
@@ -82,7 +93,7 @@ Said = PendingUnit | ParallelStep | PendingReport | BurstMark
 
 
 class Trial(TrialFigures):
-    """A training run under way; `SingleTrial` has the training loop.
+    """A training run under way; each subclass defines the training loop in `_train`, or an `advance` of its own.
 
     Args:
         task: task to train.
@@ -152,8 +163,8 @@ class Trial(TrialFigures):
         self._direct: WholeModelRunner | None = None
         # The state from the trial's own code, until there is a plan.
         self._left: ModelState | None = None
-        # Batches of an undone step, to run again as shard units.
-        # Batches of an undone step, each with the streams' positions before the batch, if data have drawn since the last.
+        # Batches of an undone step, to run again as shard units: each with the streams' positions before the batch, if the
+        # data have drawn since the last.
         self._undone: list[tuple[Any, Any]] = []
         self.is_asked_to_end: Callable[[], bool] = nobody_asks
         # Asked at a report within a burst: whether the trial may continue without an answer.
@@ -213,8 +224,8 @@ class Trial(TrialFigures):
             self._claimed.end()
 
     def leave_devices(self) -> bool:
-        """Bring home the state that `close` will hand over, and return whether the state is home; the trial is complete."""
-        return False  # a group has handed its members' states over before
+        """Return False: a group has handed over its members' states before; as of `OwnCodeTrial` for all other trials."""
+        return False
 
     def close(self, *, keep: bool) -> None:
         """End the trial: drop the values of the step, and bring the state home or drop the state too.

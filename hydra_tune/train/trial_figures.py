@@ -1,6 +1,9 @@
-"""`TrialFigures`: times, progress and memory of a trial under way, as the pool and the scheduler ask for them.
+"""`TrialFigures`: times, progress and memory of a trial under way, as the pool and the scheduler ask for the figures.
 
-`Trial` (`trial.py`) derives from `TrialFigures`, and keeps the figures up to date.
+`Trial` (`trial.py`) derives from `TrialFigures`, and keeps the figures up to date. `Worker` (`pool/runtime/worker.py`)
+records each unit with `finished` and sends the remaining time to the scheduler; `pool/devices/host_admission.py` reads the
+host memory, and `pool/views/job_views.py` the time left. Only `finished` takes a lock: several workers may call `finished` at
+once, and all other figures may be a unit old.
 """
 
 import threading

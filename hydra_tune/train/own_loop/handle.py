@@ -1,7 +1,7 @@
 """`Loop`: what the function of a `LoopTask` is given, in a pool and outside of one.
 
-`LoopTrial` (`loop_trial.py`) makes a `Loop` for a trial of a pool, and `run_plain` (`plain.py`) for a call outside of a
-pool; each is the loop's `LoopHost`.
+`LoopTrial` (`loop_trial.py`) makes a `Loop` for a trial of a pool, and `PlainLoop` (`plain.py`) for a call outside of a
+pool; each is the loop's `LoopHost`. The methods of a `Loop` run on the thread of the loop's function alone.
 """
 
 import sys

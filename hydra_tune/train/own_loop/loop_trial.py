@@ -4,8 +4,12 @@ The trial's program resumes the loop's thread from mark to mark, and says what e
 runs in bursts, like the own code of a `TrainTask` that fits its device (`train/loop/burst.py`), and is never cut: its
 registered state is the trial's state, which other trials spill between its bursts.
 
-`pool/pool.py` makes a `LoopTrial` for each job whose task is a `LoopTask`. Code before `register` runs in the pool's
-preparation, as the factories of other tasks do.
+`Pool` (`pool/pool.py`) chooses a `LoopTrial` for each job whose task is a `LoopTask`, and `JobPreparer`
+(`pool/runtime/preparer.py`) makes the trial. Code before `register` runs in the pool's preparation, as the factories of
+other tasks do.
+
+Note: threads. Either the loop's thread or the pool's thread that runs the program runs, never both, so no attribute needs a
+lock. Each thread enters streams, gate and device for itself, because the contexts belong to the thread.
 """
 
 import logging
@@ -74,7 +78,7 @@ class LoopTrial(OwnCodeTrial):
         # A report since the last save, or a save that was due where the loop could not resume.
         self._owes_save = False
 
-    # The loop's side: on the loop's thread.
+    # The loop's side: on the loop's thread, apart from `own_thread` and `check_caller`.
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +174,7 @@ class LoopTrial(OwnCodeTrial):
         self._thread.mark(_UnitEnd(reports=reports, may_resume=True, is_last=True))
 
     def _inside(self) -> ExitStack:
-        """Return the context of the loop's code between two marks, which the waiting thread of the pool has not here."""
+        """Enter the context of the loop's code between two marks; the pool's thread has contexts of its own."""
         self._began = self._resumed = time.perf_counter()
         stack = ExitStack()
         stack.enter_context(at_work(self._name))

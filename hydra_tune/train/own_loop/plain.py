@@ -1,6 +1,8 @@
-"""`run_plain`: a loop of the user's own outside of a pool, by which a pool's numbers are compared.
+"""`PlainLoop`: a loop of the user's own outside of a pool, with which a pool's numbers are compared.
 
-`train_plain` (`train/loop/reference_loop.py`) calls `run_plain` for a `LoopTask`, with the seed set.
+`train_plain` (`train/loop/reference_loop.py`) makes and runs a `PlainLoop` for a `LoopTask`, with the seed set.
+
+Note: bits. A `PlainLoop` only moves the module, counts, and delivers reports: everything else is the loop's own.
 """
 
 import threading
@@ -43,7 +45,12 @@ class PlainLoop:
         self._is_pruned = False
 
     def run(self, task: LoopTask) -> str:
-        """Call the loop; return "completed" or "pruned"."""
+        """Call the loop; return "completed" or "pruned".
+
+        Raises:
+            LoopEnded: the loop itself has raised the error, without a report that was answered with False.
+            Exception: any error of the loop.
+        """
         task.warn_of_changes()
         loop = Loop(task, self)
         try:

@@ -30,7 +30,8 @@ _FOLLOWED = 2
 class _UnitTracker(WorkspaceTracker):  # type: ignore[no-untyped-call]
     """Follows several units, each under a lease of its own.
 
-    Of tensors made before, those of modules and those on a GPU count from their first use on; data on the host do not.
+    Of tensors made before, parameters outside of the registered state and tensors on a GPU count from their first use on;
+    other tensors on the host, such as data, do not.
     """
 
     def __torch_dispatch__(
@@ -111,7 +112,7 @@ class LoopUnitMemory:
 
         Raises:
             BudgetError: from an operator without room for its results.
-            TaskError: the unit ends within a mode of the loop's own.
+            TaskError: a followed unit ends within a dispatch mode or an inference mode of the loop's own.
         """
         assert self._lease is not None
         assert self.device is not None

@@ -7,7 +7,9 @@ all earlier batches are summed, its own gradients are added. So every sum is mad
 plain loop, and the result is the same on one device and on many. The other ways are in `grouped_data_parallel.py` and
 `pipeline_parallel.py`.
 
-The number of batches under way at once is limited, because the values between their units need room on the host.
+`OptimizerStep` (`train/loop/optimizer_step.py`) makes the `ParallelStep`, yields the step to the pool, and takes the sums
+(`result`) or closes the step afterwards. The number of batches under way at once is limited, because the values between
+their units need room on the host.
 """
 
 import threading
@@ -41,7 +43,9 @@ class ParallelUnit:
 
 
 class ParallelStep(ABC):
-    """Batches under way side by side. Methods may be called from any thread.
+    """Batches under way side by side.
+
+    `start` and `finished` may be called from any thread. `result` and `close` take no lock: no unit may be running.
 
     Args:
         lanes: the batches in order.

@@ -1,7 +1,8 @@
 """Requests of a trial to the pool for idle devices.
 
-Before each optimizer step of several batches, `SingleTrial` (`train/single_trial.py`) asks for devices to help, and for
-the number of batches under way at once; `JobDeviceLender` (`pool/devices/idle_devices.py`) answers.
+Before each optimizer step of several batches, `SingleTrial` (`train/single_trial.py`) asks through `arrange`
+(`step_strategy.py`) for devices to help, and for the number of batches under way at once; `JobDeviceLender`
+(`pool/devices/idle_devices.py`) answers. `OptimizerStep` (`train/loop/optimizer_step.py`) follows the `StepStrategy`.
 """
 
 from dataclasses import dataclass

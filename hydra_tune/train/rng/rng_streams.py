@@ -3,10 +3,16 @@
 Torch's operators on CPU, the functions of `random` and the functions of `numpy.random` look up the stream of the
 calling thread (`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code draws from the trial's
 streams without any waiting, and no other thread draws from or seeds the streams. Threads started by the code draw from
-the process's streams. Each GPU has a separate generator, used by the device's worker only.
+the process's streams. Each GPU has a default generator of its own: a unit that draws there takes the generator's turn,
+sets the trial's position, and reads the position again at its end.
 
 `Trial` (`train/trial.py`) makes the streams from the task's seed and enters the streams around each call of the trial's
-own code; `BatchUnits` (`train/loop/batch_units.py`) enters the streams around each unit that draws.
+own code; `BatchUnits` (`train/loop/batch_units.py`) enters the streams around each unit that draws, and bursts
+(`train/loop/burst.py`) for their whole length. `SharedModule` (`train/shared_module.py`), the pool's threads and others
+make streams for code that must leave the process's streams alone.
+
+Note: bits. A plain loop's `torch.manual_seed`, `numpy.random.seed` and `random.seed` set the same positions. Captured units
+draw from torch's stream alone.
 """
 
 import copy

@@ -1,7 +1,8 @@
 """A step's values as blocks: the store of a chain of units in the pool.
 
 `BatchUnits` (`train/loop/batch_units.py`) makes a `BlockStore` for each batch, and the batch's units read and write
-values there.
+values there, one unit at a time. `UnitRollback` (`train/loop/unit_rollback.py`) undoes a failed unit with `begin` and
+`take_back`. Other threads may call `blocks` alone.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """Updates of a trial on the host, made while devices run other units.
 
-`ModelState` (`model_state.py`) queues an update whenever an update unit runs with the optimizer on the host, and waits
-for the queue at the end of each step.
+`ModelState` (`model_state.py`) queues an update whenever an update unit runs with the optimizer on the host, and
+`OptimizerStep` (`train/loop/optimizer_step.py`) waits for the queue at the end of each step.
 
 Note: exactness. The optimizer is a single object, and each step takes every parameter with a gradient. So a trial's
 updates run one after the other, in the order of the requests, on any device's host thread. Units running meanwhile

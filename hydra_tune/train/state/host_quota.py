@@ -1,7 +1,9 @@
 """`HostMemoryQuota`: a trial's share of host memory that cannot go to disk, where there is a disk.
 
-`JobPreparer` (`pool/runtime/preparer.py`) reserves the share before a trial's first unit, and `TrialPlanCache`
-(`train/loop/plan_cache.py`) asks for more with each further plan.
+`Trial` (`train/trial.py`) makes the `HostMemoryQuota` and leaves it when closed. `JobPreparer` (`pool/runtime/preparer.py`)
+reserves the share before a trial's first unit, and `TrialPlanCache` (`train/loop/plan_cache.py`) asks for more with each
+further plan. `SingleTrial` (`train/single_trial.py`) does so for batches drawn ahead, and `OwnCodeTrial`
+(`train/own_code_trial.py`) for values kept for `finish=`.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,8 @@
 """A trial's long-lived tensors as groups: parameters, buffers and optimizer state of each shard.
 
-`SingleTrial` (`train/single_trial.py`) makes a `ModelState` for the plan of a trial, and `GroupTrial`
-(`fusion/group/group_trial.py`) for the stacked model of a group. Each unit (`train/loop/batch_units.py`) gets the
+`OwnCodeTrial` (`train/own_code_trial.py`) makes a `ModelState` for the plan of a trial, `GroupTrial`
+(`fusion/group/group_trial.py`) for the stacked model of a group, and `TrialRehearsal` (`train/timing/fake_trial.py`) for a
+forecast. Each unit (`train/loop/batch_units.py`) gets the
 groups of its shard from the `ModelState`. `TensorGroups` (`tensor_groups.py`) has the groups; this module adds the
 optimizer's steps, the optimizer's state, and the user's own code.
 
@@ -309,7 +310,11 @@ class ModelState(TensorGroups):
         return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor.requires_grad}
 
     def adopt_optimizer_state(self, names: tuple[str, ...], device: Device) -> None:
-        """Move state tensors that the optimizer has just created into a group on the host, on the device's copy thread."""
+        """Move state tensors that the optimizer has just created into a group on the host, on the device's copy thread.
+
+        Where a new tensor stands in the place of an adopted tensor of the same shape and dtype, the adopted tensor takes
+        the new values and its place again.
+        """
         fresh: dict[tuple[str, str], Tensor] = {}
         for name in names:
             entries = self.optimizer.state.get(self.tensors[name], {})

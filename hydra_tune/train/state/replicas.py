@@ -3,9 +3,10 @@
 A block is on one device at most. For units of a trial to run side by side, a device in need of a group on another
 device loads a copy from the host. The copy is a block like any other: the device's ledger counts the copy, and pagers
 load and spill the copy as room allows. The copy is read-only and lives until the batches have run; parameters that are
-updated earlier are not read any more (`train/parallel/ordered_queues.py`). `ParallelBatch`
-(`train/parallel/parallel_batch.py`) leases a shard's parameters and buffers through `ParameterReplicas` in each forward
-and backward unit.
+updated earlier are not read any more (`train/parallel/ordered_queues.py`). `OptimizerStep`
+(`train/loop/optimizer_step.py`) makes a `ParameterReplicas` for each step, `ParallelBatch`
+(`train/parallel/parallel_batch.py`) leases a shard's parameters and buffers there in each forward and backward unit, and
+`ParallelStep` (`train/parallel/parallel_step.py`) gives up the copies.
 
 Where each shard has a home device, groups that only one shard uses are not copied: such a group moves to the home of
 its shard.

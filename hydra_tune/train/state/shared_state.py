@@ -1,8 +1,10 @@
 """The frozen parameters of a trial that lie in a shared file: which they are, and where a unit reads them.
 
-`ModelState` (`model_state.py`) keeps a `SharedTensors` beside its groups. A parameter is shared while it is frozen, and
+`TensorGroups` (`tensor_groups.py`) keeps a `SharedTensors` beside its groups. Captured units
+(`train/loop/batch_units.py`) ask for `views`; bursts (`train/loop/burst.py`) and units of the user's own code run inside
+`pointed`. A parameter is shared while it is frozen, and
 while it shows the untouched bytes of the file (`memory/shared/shared_file.py`). The trial's own parameter stays in the trial's
-mapping, on the host, and never moves; so the user's code between units reads it as ever.
+mapping, on the host, and never moves; so the user's code between units reads the parameter as ever.
 
 Note: three ways to read a device's copy. A captured unit computes on a *view* of the copy in place of the parameter. The
 user's own code reads the parameter itself, which is *pointed* at the copy for the length of a unit. On a device that

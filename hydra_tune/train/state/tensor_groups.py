@@ -6,11 +6,13 @@
 them (`rewrite`).
 
 Note: ownership, for captured steps. A parameter that other trials share is in no group. Any other parameter or buffer
-used by a single shard lies in the group of the shard. A parameter or buffer
-shared by several shards has a separate group, so a unit loads no unneeded tensors. Parameters and buffers lie in
-separate groups: a forward unit overwrites buffers only, so clean parameters need no write-back. Optimizer state is
-grouped by the shard whose unit updates the parameters, and exists from the first update, or from a checkpoint, on. Unused
-tensors stay on the host.
+used by a single shard lies in the group of the shard. A parameter or buffer shared by several shards has a separate group,
+so a unit loads no unneeded tensors. Parameters and buffers lie in separate groups: a forward unit overwrites buffers only,
+so clean parameters need no write-back. Optimizer state is grouped by the shard whose unit updates the parameters, and
+exists from the first update, from a checkpoint, or from the optimizer's constructor on. Unused tensors stay on the host.
+
+Note: threads and locks. The groups change only on the thread that runs the trial; a prefetch, on another thread, may ask
+for blocks meanwhile. The lock of one block at a time is held, because devices take room from other groups meanwhile.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """Unit times and remaining work of a trial: the estimates by which the scheduler plans.
 
-The estimates start from the pilot's run and follow the measurements. `Trial` (`train/trial.py`) records the seconds of
-each unit here, and a worker (`pool/runtime/worker.py`) tells the scheduler the trial's remaining time after each unit.
+The estimates start from the pilot's run and follow the measurements. `TrialFigures` (`train/trial_figures.py`) records the
+seconds of each unit here, and a worker (`pool/runtime/worker.py`) tells the scheduler the trial's remaining time after each
+unit. Measured seconds steer the scheduler, never the numbers of a trial.
 """
 
 import threading
