@@ -406,7 +406,12 @@ from hydra_tune import HydraExecutor, LoopTask
 from tests.integration.test_loops import train
 
 def fn(loop, seed):
-    train(loop, steps=400, ends=lambda number: print(seed, number, flush=True))
+    train(loop, steps=400, ends=lambda number: say(f"{seed} {number}"))
+
+def say(line):
+    # In one call, or lines of several threads mix.
+    sys.stdout.write(line + chr(10))
+    sys.stdout.flush()
 
 with HydraExecutor(devices="cpu:1", max_concurrent=2, checkpoint_dir=sys.argv[1], checkpoint_every=4) as pool:
     jobs = []
@@ -416,7 +421,7 @@ with HydraExecutor(devices="cpu:1", max_concurrent=2, checkpoint_dir=sys.argv[1]
         jobs.append(pool.submit(LoopTask(partial(fn, seed=seed), seed=seed), f"loop {seed}", **options))
     for job in jobs:
         job.result().save(f"{sys.argv[2]}-{job.name}")
-        print("history", job.result().history)
+        say(f"history {job.result().history}")
 """
 
 

@@ -30,9 +30,9 @@ from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.execute.eager_plan import state_plan
 from hydra_tune.supervision.marks import at_work
+from hydra_tune.train.building import on_host
 from hydra_tune.train.checkpoint.trial_checkpoint import DataPosition, TrialObjects
 from hydra_tune.train.claims import TrialClaim
-from hydra_tune.train.data.handles import on_host
 from hydra_tune.train.loop import burst
 from hydra_tune.train.loop.burst import BurstMark
 from hydra_tune.train.own_code_trial import OwnCodeTrial
