@@ -6,6 +6,7 @@ import contextvars
 import copy
 import ctypes
 import functools
+import gc
 import hashlib
 import importlib
 import itertools
@@ -17,6 +18,7 @@ import re
 import sys
 import threading
 import types
+import weakref
 from datetime import UTC, datetime
 from os import getenv
 from random import random as draw
@@ -430,6 +432,22 @@ def test_what_data_count_is_put_back():
         assert data.drawn == 0
     endless = itertools.count()
     assert PythonStateUndo({"train=": lambda: [next(endless)]}).iterators == ["the variable 'endless' of train="]
+
+
+def test_a_walk_keeps_no_class_alive():
+    """The methods of a class made inside a function may close over the data of a trial."""
+
+    def walked_class():
+        class Pairs:
+            def __getitem__(self, index: int) -> Any:
+                return index
+
+        PythonStateUndo({"train=": Pairs()}).note_changes(is_alone=True)
+        return weakref.ref(Pairs)
+
+    kept = walked_class()
+    gc.collect()
+    assert kept() is None
 
 
 def test_what_others_change_after_the_data_stays(monkeypatch):
