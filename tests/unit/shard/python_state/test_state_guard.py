@@ -404,6 +404,24 @@ def test_the_position_of_a_file(tmp_path):
     assert guard_of(reading(sys.stdout)).change() is None
 
 
+def test_a_file_that_the_step_closes_leaves_other_values_to_be_put_back(tmp_path):
+    (tmp_path / "weights").write_text("1\n2\n")
+    file = (tmp_path / "weights").open()
+    before, since = {"runs": 0}, {"runs": 0}
+
+    def step(module: nn.Module, batch: Any) -> float:
+        before["runs"] += 1
+        weight = float(file.readline())
+        file.close()
+        since["runs"] += 1
+        return weight
+
+    guard = guard_of(step)
+    step(net(), None)
+    guard.restore()
+    assert (before["runs"], since["runs"]) == (0, 0)
+
+
 def test_attributes_in_which_a_step_keeps_tensors():
     module = net()
     module.last, module.features, module.count = None, {"a": torch.ones(1)}, torch.ones(1)
