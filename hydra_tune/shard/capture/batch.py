@@ -280,6 +280,8 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def _hashable(value: object) -> Hashable:
+    if isinstance(value, float):  # in words, because 0.0 and -0.0 are equal, and NaN is not equal to itself
+        return float.hex(value)
     if isinstance(value, Hashable):
         return value
     raise TaskError(f"a batch may hold tensors and plain values, not {type(value).__name__}; make it a tensor")

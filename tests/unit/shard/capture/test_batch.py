@@ -83,6 +83,11 @@ def test_what_a_graph_bakes_in_is_in_the_signature(other):
     assert signature(other) != signature((torch.zeros(2, 3), 1))
 
 
+def test_a_number_that_a_graph_bakes_in_is_told_apart_by_sign_and_equals_itself():
+    assert signature((torch.zeros(1), 0.0)) != signature((torch.zeros(1), -0.0))
+    assert signature((torch.zeros(1), float("nan"))) == signature((torch.zeros(1), float("nan")))
+
+
 def test_keys_are_told_apart_by_type():
     assert signature({1: torch.zeros(1)}) != signature({"1": torch.zeros(1)})
     assert signature({"a": torch.zeros(1)}) != signature({"b": torch.zeros(1)})
