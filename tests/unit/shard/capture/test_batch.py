@@ -1,7 +1,11 @@
 """Batches come apart into tensors and a signature, and go together again."""
 
+import dataclasses
+import sys
+import threading
 from collections import UserDict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -9,6 +13,8 @@ import torch
 
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.batch import TENSOR, flatten, plain_mappings, tensor_bytes
+
+PATIENCE_SECONDS = 60
 
 
 class Pair(NamedTuple):
@@ -52,6 +58,29 @@ def test_mappings_become_dicts_at_every_depth():
             _ = plain.labels
     assert isinstance(batch, Mapping)
     assert type(plain_mappings({"more": {}})["more"]) is dict
+
+
+def test_threads_make_one_dataclass_known_at_once():
+    batches = [dataclasses.make_dataclass(f"Batch{number}", ["x"])(torch.ones(1)) for number in range(200)]
+    barrier = threading.Barrier(2)
+
+    def take_apart():
+        for batch in batches:
+            barrier.wait(PATIENCE_SECONDS)
+            assert len(flatten(batch).tensors) == 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            futures = [threads.submit(take_apart) for _ in range(2)]
+            # An error of one thread must not leave the other waiting.
+            for future in futures:
+                future.add_done_callback(lambda done: done.exception() and barrier.abort())
+            for future in futures:
+                future.result(PATIENCE_SECONDS)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_without_tensors_keeps_the_structure_and_no_tensor():
