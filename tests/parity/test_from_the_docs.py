@@ -51,6 +51,7 @@ FUSED = {
     "sampler_with_set_epoch",
     "schedule_of_numpy",
     "set_epoch_by_the_scheduler",
+    "smoothing_by_a_dataclass",
     "stream_with_set_epoch",
     "weights_from_a_confusion_matrix",
     "weights_in_a_deque",

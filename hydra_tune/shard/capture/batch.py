@@ -12,6 +12,7 @@ import copy
 import ctypes
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -26,6 +27,7 @@ from hydra_tune.shard.python_state.number_inputs import num_inputs
 
 _MEMCMP = ctypes.CDLL(None).memcmp
 _MEMCMP.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_REGISTERING = threading.Lock()  # torch refuses a class that another thread has registered meanwhile
 
 
 class AttributeDict(dict[Any, Any]):
@@ -128,9 +130,12 @@ def plain_mappings(batch: Any) -> Any:
 
 def _make_known(kind: type) -> None:
     """Have torch take instances of a dataclass apart, without running the class's own code to make others."""
-    if kind in pytree.SUPPORTED_NODES:
-        return
+    with _REGISTERING:
+        if kind not in pytree.SUPPORTED_NODES:
+            _register(kind)
 
+
+def _register(kind: type) -> None:
     def made(values: Iterable[Any], names: list[str]) -> Any:
         each: Any = object.__new__(kind)
         for name, value in zip(names, values, strict=True):
@@ -280,6 +285,8 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def _hashable(value: object) -> Hashable:
+    if isinstance(value, float):  # in words, because 0.0 and -0.0 are equal, and NaN is not equal to itself
+        return float.hex(value)
     if isinstance(value, Hashable):
         return value
     raise TaskError(f"a batch may hold tensors and plain values, not {type(value).__name__}; make it a tensor")

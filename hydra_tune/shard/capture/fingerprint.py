@@ -111,7 +111,7 @@ def _module(module: nn.Module, seen: dict[int, int], depth: int, *, contents: bo
     )
     # The forward by identity, because a program may replace the forward of a library's class.
     code = (type(module).forward, _class_code(type(module), seen, depth + 1))
-    return (_kind(module), code, tensors, attributes, children)
+    return (_kind(module), code, tensors, attributes, _slots(module, seen, depth + 1), children)
 
 
 def _kind(module: nn.Module) -> Hashable:
@@ -148,7 +148,28 @@ def _member(member: Any, seen: dict[int, int], depth: int) -> Hashable:
     """Attribute of a class: code, or a constant that the code may read."""
     if isinstance(member, property):
         return tuple(_value(part, seen, depth) for part in (member.fget, member.fset))
+    if isinstance(member, types.MemberDescriptorType):
+        return "slot"
     return _value(getattr(member, "__func__", member), seen, depth)
+
+
+def _slots(value: Any, seen: dict[int, int], depth: int) -> tuple[Hashable, ...]:
+    """Values of an object that classes made by Python code keep in slots; empty slots are left out."""
+    return tuple(
+        (base, name, _value(member.__get__(value), seen, depth))
+        for base in type(value).__mro__
+        if not base.__flags__ & IS_IMMUTABLE_TYPE
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType) and _is_set(member, value)
+    )
+
+
+def _is_set(slot: types.MemberDescriptorType, value: Any) -> bool:
+    try:
+        slot.__get__(value)
+    except AttributeError:
+        return False
+    return True
 
 
 def _geometry(tensor: Tensor) -> Hashable:
@@ -259,12 +280,12 @@ def _filled(cell: types.CellType) -> bool:
 
 
 def _object(value: Any, seen: dict[int, int], depth: int) -> Hashable:
-    """An object of a plain class: class and attributes. Objects with state elsewhere have no key."""
+    """An object of a plain class: class, attributes and slots. Objects with state elsewhere have no key."""
     if id(value) in seen:
         return ("seen", seen[id(value)])
     if type(value).__module__ == "numpy" and getattr(value, "nbytes", _MAX_TENSOR_BYTES + 1) <= _MAX_TENSOR_BYTES:
         return _numpy(value)
-    attributes = getattr(value, "__dict__", None)
+    attributes = getattr(value, "__dict__", {} if hasattr(type(value), "__slots__") else None)
     if attributes is None or isinstance(value, types.ModuleType) or not _shows_its_value(value):
         raise UnkeyableError(f"no key for {type(value).__name__}")
     # Before the attributes, which may lead back to the object.
@@ -273,11 +294,12 @@ def _object(value: Any, seen: dict[int, int], depth: int) -> Hashable:
         type(value),
         _class_code(type(value), seen, depth + 1),
         tuple((name, _value(item, seen, depth)) for name, item in sorted(attributes.items())),
+        _slots(value, seen, depth),
     )
 
 
 def _shows_its_value(value: Any) -> bool:
-    """Whether an object keeps all where a key or a guard sees it: in its `__dict__` or in a buffer.
+    """Whether an object keeps all where a key or a guard sees it: in its `__dict__`, in slots or in a buffer.
 
     A base written in C may keep a part elsewhere, as `Decimal` does.
     """

@@ -146,7 +146,7 @@ def update_seconds(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float:
     if shape and largest.numel() > _MOST_ELEMENTS:
         shape[0] = max(1, shape[0] * _MOST_ELEMENTS // largest.numel())
     leaf = torch.zeros(shape, dtype=largest.dtype).requires_grad_()
-    leaf.grad = torch.zeros_like(leaf)
+    leaf.grad = torch.ones_like(leaf)  # as of `update_pilot.py`
     stand_in = stand_in_for(optimizer, [("", groups[id(largest)])], [leaf])
     round_seconds = []
     with trying(optimizer):

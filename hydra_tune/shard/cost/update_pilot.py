@@ -6,7 +6,8 @@ The module uses only the interface of `torch.optim.Optimizer`, so a user's class
 made by this module. `ModelState` (`train/state/model_state.py`) asks here about a user's own `zero_grad`.
 
 Note: stand-ins. A step of a stand-in must change nothing of the trial: a stand-in has parameters, state and containers of
-its own, and `trying` puts back the objects that a stand-in shares with the trial's optimizer, and the random streams.
+its own, and `trying` puts back the objects that a stand-in shares with the trial's optimizer, and the random streams. The
+gradients are ones, because a user's optimizer may divide by a norm of gradients, which is hardly ever 0 in training.
 
 Note: foreach. On a GPU, torch's optimizers step all parameters of a group in one operator after the other (`foreach`)
 unless the user chooses otherwise, and their temporaries are then as large as all of these parameters together. On the
@@ -145,7 +146,7 @@ def _choose_foreach(optimizers: Iterable[Optimizer]) -> None:
 def _steps_a_number(optimizer: Optimizer, index: int) -> bool:
     """Whether a step with a parameter group's options works; Adam has no `foreach` for a rate that is a tensor."""
     leaf = torch.zeros(1, requires_grad=True)
-    leaf.grad = torch.zeros_like(leaf)
+    leaf.grad = torch.ones_like(leaf)
     with preserved_streams(), suppress(Exception):
         _stand_in(optimizer, [("", index)], [leaf]).step()
         return True
@@ -185,7 +186,7 @@ def _measure(
     leaves = []
     for name, _ in members:
         leaf = make(specs[name])
-        leaf.grad = torch.zeros_like(leaf)
+        leaf.grad = torch.ones_like(leaf)
         leaves.append(leaf)
     tracker = _UpdateTracker(alignment)
     with quiet_collector(), tracker:
@@ -460,7 +461,7 @@ def _has_state_at_once(optimizer: Optimizer) -> bool:
     if parameter_with_state is None:
         return False
     leaf = torch.zeros([2] * parameter_with_state.dim(), dtype=parameter_with_state.dtype)
-    leaf.grad = torch.zeros_like(leaf)
+    leaf.grad = torch.ones_like(leaf)
     probe = _over(optimizer, [("", group)], [leaf])
     with trying(optimizer):
         try:

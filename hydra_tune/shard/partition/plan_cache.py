@@ -68,7 +68,7 @@ from hydra_tune.shard.python_state.state_guard import PythonStateGuard
 from hydra_tune.shard.verify.plan_check import verify, verify_close
 from hydra_tune.shard.verify.process_state import intraop_threads, preserved_streams, undisturbed
 from hydra_tune.shard.verify.sample_check import SampledStep, sample_of
-from hydra_tune.shard.verify.separable_optimizers import check_separable
+from hydra_tune.shard.verify.separable_optimizers import check_separable, is_told_by_key
 from hydra_tune.shard.verify.step_outcome import StepEffects, UnitSeconds
 from hydra_tune.shard.verify.value_numbering import ValueNumbering, ValuesNeededError
 from hydra_tune.task import TrainTask
@@ -237,6 +237,8 @@ class PlanLibrary:
                     request = replace(request, foreseen=foreseen_step)
                 outcome = self._capture(request)
                 entry = _PlanLibraryEntry(request.guard, outcome)
+            elif not isinstance(entry.found, CaptureError):
+                _check_further_optimizer(request, entry.found.plan)
             # A measured step holds a whole graph, and only the first `prepare` after `foresee` can use the step.
             self._foreseen.clear()
             if key is not None:
@@ -400,11 +402,8 @@ class PlanLibrary:
         room = self.budget.room(partition.buffer_bytes)
         # Compiled graphs save tensors through their own autograd functions, which do not cooperate with units.
         kept = plan if request.task.compile else keeping(plan, pilot, request.task.activations, room)
-        with GATE.shared():
-            if request.mode == "train" and len(plan.shards) > 1:
-                # Optimizers ask `torch.compiler.is_compiling()`, which a capture in another thread would change; hence
-                # the gate.
-                check_separable(request.optimizer, dict(request.model.named_parameters()), state_specs(request.model))
+        if request.mode == "train" and len(plan.shards) > 1:
+            _check_optimizer(request)
         is_checked = self._may_check(request, lambda: pilot.cost(0, nodes))
         # Cached and lazy: an estimate runs the forward of every shard on fake tensors.
         estimates = functools.cache(lambda: estimated_seconds(pilot, plan, kept))
@@ -632,6 +631,21 @@ class PlanLibrary:
             alignment=self.budget.alignment,
             uses_foreach=self.budget.uses_foreach,
         )
+
+
+def _check_optimizer(request: ShardPlanRequest) -> None:
+    # Optimizers ask `torch.compiler.is_compiling()`, which a capture in another thread would change; hence the gate.
+    with GATE.shared():
+        check_separable(request.optimizer, dict(request.model.named_parameters()), state_specs(request.model))
+
+
+def _check_further_optimizer(request: ShardPlanRequest, plan: ShardPlan) -> None:
+    """Check the optimizer of a further trial that gets a plan; the plan was made for another trial's optimizer."""
+    if request.mode != "train" or len(plan.shards) == 1 or is_told_by_key(request.optimizer):
+        return
+    like = request.like
+    if like is None or like.plan.mode != "train" or len(like.plan.shards) == 1:  # else checked with the first plan
+        _check_optimizer(request)
 
 
 def _serves(entry: _PlanLibraryEntry, request: ShardPlanRequest) -> bool:

@@ -3,8 +3,9 @@
 `PlanLibrary` (`plan_cache.py`) makes a request in each call of `prepare` and `foresee`, and
 `train/loop/microbatch_choice.py` makes a request for the key of an earlier choice.
 
-Note: trials of one key share a plan without a further check. So each fact of a trial that decides its plan, or whether the
-plan is right, must enter `key_of`, or each trial must check the fact by itself (`train/loop/plan_cache.py`).
+Note: trials of one key share a plan without a comparison with the eager step. So each fact of a trial that decides its
+plan, or whether the plan is right, must enter `key_of`, or be checked for each trial (by `PlanLibrary.prepare` for the
+optimizer, else by `train/loop/plan_cache.py`).
 """
 
 from collections.abc import Hashable

@@ -1,9 +1,9 @@
 """Names that a function's code can read or write, and whether code belongs to an installed package.
 
 `shard/capture/fingerprint.py` and `code_walk.py` follow the user's code from function to function by these names;
-`state_guard.py` and `train/state/model_state.py` ask for the names that a function mentions. Answers are kept for the
-process, by code object, class or name of a package, so an answer must not depend on anything that changes. The code of a
-user is only read, never run.
+`state_guard.py` and `train/state/model_state.py` ask for the names that a function mentions. Answers about a class are kept
+as long as the class, and others for the process, by code object or name of a package. So an answer must not depend on
+anything that changes. The code of a user is only read, never run.
 """
 
 import dis
@@ -16,6 +16,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, ModuleType
+from weakref import WeakKeyDictionary
 
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _WHOLE_NAMESPACES = frozenset({"vars", "__dict__", "attrgetter", "asdict", "astuple"})
@@ -74,12 +75,22 @@ _WITHOUT_STATE = frozenset(
 """Modules whose classes written in C keep nothing that a step reads as a number, or are followed by their kind."""
 
 
-@functools.lru_cache(maxsize=4096)
+# Weak: a class made inside a function of a trial's keeps all that its methods close over, such as the trial's data.
+_ARE_EXTENSIONS: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
 def is_extension(kind: type) -> bool:
     """Whether objects of a class may keep state where Python code cannot look: in an extension module.
 
     Locks, and objects of torch and numpy, keep nothing that a step reads as a number.
     """
+    known = _ARE_EXTENSIONS.get(kind)
+    if known is None:
+        known = _ARE_EXTENSIONS[kind] = _is_extension(kind)
+    return known
+
+
+def _is_extension(kind: type) -> bool:
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _WITHOUT_STATE]
     return issubclass(kind, bytearray | memoryview) or any(
         base.__flags__ & IS_IMMUTABLE_TYPE or _is_extension_module(base.__module__) for base in bases

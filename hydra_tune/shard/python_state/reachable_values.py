@@ -439,7 +439,7 @@ class ReachableValues(CodeWalk):
             bits = value.bit_generator if isinstance(value, numpy.random.Generator) else value._bit_generator  # noqa: SLF001
             before = bits.state
             self._hold([label], lambda: [repr(bits.state)], lambda _: setattr(bits, "state", before), owner=id(bits))
-        elif is_extension(kind):  # type: ignore[arg-type]
+        elif is_extension(kind):
             self._opaque(value, label, library)
         else:
             self._attributes(value, label, depth, library)

@@ -188,7 +188,8 @@ class PythonStateGuard:
         changed = [holder for holder in holders if holder.change() is not None]
         for holder in changed:
             if holder.write is not None:
-                holder.write(holder.noted)
+                with suppress(Exception):  # a file that the step has closed; the other values are put back all the same
+                    holder.write(holder.noted)
         if not only_tensors:
             self.restore_caches()
 

@@ -9,7 +9,8 @@ generators). The run of the units also gives their first times. `PlanLibrary` (`
 `PlanLibrary.check_again` calls `verify` for a later batch of a trial.
 
 Note: the check runs inside `undisturbed` (`process_state.py`), on a copy of the model, whose buffers are rewound before each
-run. `verify` puts back the thread's torch stream and the contents of tensors; the caller puts back the other streams.
+run. `verify` puts back the thread's torch stream and the contents of tensors, and after a refusal all values that the step
+has changed; the caller puts back the other streams.
 """
 
 import random
@@ -106,15 +107,16 @@ def verify(
 
         found = _either(checked, plan, kept, needs_both=needs_both)
     except Exception:
-        # The step runs whole then, and has yet to draw the numbers that a function with a cache has drawn here.
-        state.restore_caches()
+        # The step runs whole then, and has yet to count, and to draw the numbers that a function with a cache has drawn here.
+        # The backward may have changed values too, which a capture does not run.
+        state.restore()
         raise
     else:
         return found
     finally:
         torch.set_rng_state(random_state)
-        # The capture has put back what the forward's Python changes; but it runs in-place operators on stand-ins. Tensors
-        # without values, which a step may have left in an object, must not stay there.
+        # A step that passes has changed the contents of tensors at most: a capture runs in-place operators on stand-ins.
+        # Tensors without values, which a step may have left in an object, must not stay there.
         state.restore(only_tensors=numbering is None)
 
 

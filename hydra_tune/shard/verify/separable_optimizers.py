@@ -2,8 +2,9 @@
 
 The check steps small stand-ins instead of recognizing optimizers by name, so that the check works for a user's class: a
 global step must give the same bits as a step per parameter. `PlanLibrary` (`shard/partition/plan_cache.py`) runs the
-check for each training plan of several shards, and `ModelState` (`train/state/model_state.py`) before a second update
-within one step of a model in one shard. `ModelState` and `train/checkpoint/trial_checkpoint.py` ask `has_overlap`.
+check for each new training plan of several shards, and for each further trial that gets such a plan, unless
+`is_told_by_key`. `ModelState` (`train/state/model_state.py`) runs the check before a second update within one step of a
+model in one shard. `ModelState` and `train/checkpoint/trial_checkpoint.py` ask `has_overlap`.
 
 Note: callers are inside the capture gate, because optimizers ask `torch.compiler.is_compiling()`. The stand-ins of a user's
 class share objects with the trial's optimizer; `trying` (`shard/cost/update_pilot.py`) puts these back.
@@ -51,9 +52,7 @@ def check_separable(
     """
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     members = [(name, group_of[id(p)]) for name, p in parameters.items() if id(p) in group_of and p.requires_grad]
-    # Stepped shard by shard, the optimizer would run its hooks once per shard, on a part of the gradients.
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    if any(getattr(optimizer, name, None) for name in hooks):
+    if _has_hooks(optimizer):
         why = "has step hooks"
     elif _has_own_step(optimizer):
         why = "has a step that was put on the object, which cannot be tried on stand-ins"
@@ -67,6 +66,19 @@ def check_separable(
         f"{type(optimizer).__name__} {why}, so it cannot be stepped shard by shard, and {need}; "
         "raise device_memory until the model fits whole, or use an optimizer whose update is per parameter"
     )
+
+
+def is_told_by_key(optimizer: Optimizer) -> bool:
+    """Whether optimizers of an equal `optimizer_key` pass the check together: torch's own, without hooks or a step put on.
+
+    A user's class may read attributes and rates, which the key leaves out.
+    """
+    return is_of_torch(optimizer) and not _has_hooks(optimizer) and not _has_own_step(optimizer)
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Whether the object has step hooks: stepped shard by shard, these would run once per shard, on a part of the gradients."""
+    return any(getattr(optimizer, name, None) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
 
 
 def _has_own_step(optimizer: Optimizer) -> bool:

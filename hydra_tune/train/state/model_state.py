@@ -102,7 +102,7 @@ class ModelState(TensorGroups):
         # Parameters of the optimizer that have had a gradient, and those that have one in the present step.
         self._ever_stepped: set[str] = set()
         self._stepped: set[str] = set()
-        # A plan of several shards has been checked already.
+        # `PlanLibrary.prepare` has checked the optimizer for a plan of several shards.
         self._is_separable = is_separable or len(plan.shards) > 1
         if not runs_own_code:
             for name in self._optimized:

@@ -1,7 +1,11 @@
 """Batches come apart into tensors and a signature, and go together again."""
 
+import dataclasses
+import sys
+import threading
 from collections import UserDict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -9,6 +13,8 @@ import torch
 
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.batch import TENSOR, flatten, plain_mappings, tensor_bytes
+
+PATIENCE_SECONDS = 60
 
 
 class Pair(NamedTuple):
@@ -54,6 +60,29 @@ def test_mappings_become_dicts_at_every_depth():
     assert type(plain_mappings({"more": {}})["more"]) is dict
 
 
+def test_threads_make_one_dataclass_known_at_once():
+    batches = [dataclasses.make_dataclass(f"Batch{number}", ["x"])(torch.ones(1)) for number in range(200)]
+    barrier = threading.Barrier(2)
+
+    def take_apart():
+        for batch in batches:
+            barrier.wait(PATIENCE_SECONDS)
+            assert len(flatten(batch).tensors) == 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            futures = [threads.submit(take_apart) for _ in range(2)]
+            # An error of one thread must not leave the other waiting.
+            for future in futures:
+                future.add_done_callback(lambda done: done.exception() and barrier.abort())
+            for future in futures:
+                future.result(PATIENCE_SECONDS)
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_without_tensors_keeps_the_structure_and_no_tensor():
     leaves = flatten((torch.zeros(3), 2))
     bare = leaves.without_tensors()
@@ -81,6 +110,11 @@ def test_without_tensors_keeps_the_structure_and_no_tensor():
 )
 def test_what_a_graph_bakes_in_is_in_the_signature(other):
     assert signature(other) != signature((torch.zeros(2, 3), 1))
+
+
+def test_a_number_that_a_graph_bakes_in_is_told_apart_by_sign_and_equals_itself():
+    assert signature((torch.zeros(1), 0.0)) != signature((torch.zeros(1), -0.0))
+    assert signature((torch.zeros(1), float("nan"))) == signature((torch.zeros(1), float("nan")))
 
 
 def test_keys_are_told_apart_by_type():

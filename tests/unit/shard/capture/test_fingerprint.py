@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import dataclasses
 import decimal
 import enum
 import functools
@@ -286,6 +287,46 @@ def test_objects_that_keep_their_value_outside_of_python_have_no_key(value):
 )
 def test_other_objects_have_one(value):
     assert key(Net(), step=lambda module, batch: (module(batch), value)) is not None
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    scale: float
+
+
+class BelowSlotted(Slotted):
+    """Has both a `__dict__` and a slot."""
+
+
+class Hidden:
+    __slots__ = ("__scale", "unset")
+
+    def __init__(self, scale):
+        self.__scale = scale
+
+
+class SlottedNet(Net):
+    __slots__ = ("temperature",)
+
+    def __init__(self, temperature):
+        super().__init__()
+        self.temperature = temperature
+
+
+@pytest.mark.parametrize("kind", [Slotted, BelowSlotted, Hidden])
+def test_objects_with_slots_are_keyed_by_their_values(kind):
+    model = Net()
+    one, same, other = (
+        key(model, step=functools.partial(lambda module, batch, value: module(batch), value=kind(scale)))
+        for scale in (1.0, 1.0, 2.0)
+    )
+    assert one is not None
+    assert one == same != other
+
+
+def test_models_with_slots_are_keyed_by_their_values():
+    assert key(SlottedNet(1.0)) == key(SlottedNet(1.0)) is not None
+    assert key(SlottedNet(1.0)) != key(SlottedNet(2.0))
 
 
 def test_a_signature_is_keyed_by_its_parameters_and_defaults():

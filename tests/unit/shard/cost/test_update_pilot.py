@@ -11,6 +11,7 @@ from torch import nn
 from hydra_tune import HydraExecutor
 from hydra_tune.shard.capture.step_capture import state_specs
 from hydra_tune.shard.cost import update_pilot
+from hydra_tune.shard.cost.optimizer_placement import update_seconds
 from hydra_tune.shard.cost.update_pilot import optimizer_pilot, trying, zeroes_more_than_gradients
 from hydra_tune.shard.python_state.state_guard import TaskStateGuard
 from tests.support.tracker import Account, Mode, StorageTracker
@@ -127,6 +128,24 @@ def test_an_update_needs_what_its_pilot_says(name):
     assert piloted[0] == real[0], "state, to the byte"
     for said, needed in zip(piloted[1:], real[1:], strict=True):
         assert needed <= said <= needed * 1.2 + 16, "temporaries: never less"
+
+
+class Normed(torch.optim.SGD):
+    """A user's optimizer that divides by the norm of each gradient, in Python."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(min(1.0, 0.1 / float(parameter.grad.norm())))
+        return super().step(closure)
+
+
+def test_an_optimizer_that_divides_by_a_norm_of_gradients_is_measured():
+    module = model()
+    optimizer = Normed(module.parameters(), lr=0.1, momentum=0.9)
+    assert pilot(optimizer, module, NAMES)[0] == sum(module.get_parameter(name).nbytes for name in NAMES)
+    assert update_seconds(optimizer, list(module.parameters())) >= 0
 
 
 class OwnAdam(torch.optim.Adam):

@@ -81,6 +81,56 @@ def test_a_second_trial_of_an_architecture_is_not_captured_again(captures):
     assert one.seconds is not None
 
 
+class Clipped(torch.optim.Optimizer):
+    """Steps each parameter by itself, unless an attribute bounds the norm of all gradients."""
+
+    def __init__(self, params, bound=None):
+        super().__init__(params, {"lr": 0.1})
+        self.bound = bound
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.bound is not None and parameters:
+            nn.utils.clip_grad_norm_(parameters, self.bound)
+        for p in parameters:
+            p.sub_(0.1 * p.grad)
+
+
+def hooked(params, hook=None):
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    if hook is not None:
+        optimizer.register_step_post_hook(hook)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(Clipped, partial(Clipped, bound=1e-3)), (hooked, partial(hooked, hook=lambda *arguments: None))],
+    ids=["attribute", "hook"],
+)
+def test_a_plan_of_another_trial_serves_no_optimizer_that_couples_shards(first, second, captures):
+    plans = library(num_shards=2)
+    prepare(plans, build("mlp", optimizer=first))
+    with pytest.raises(TaskError, match="cannot be stepped shard by shard"):
+        prepare(plans, build("mlp", optimizer=second))
+    assert prepare(plans, build("mlp", optimizer=second), mode="evaluate").plan.mode == "evaluate"
+    assert captures == ["train", "evaluate"]
+
+
+@pytest.mark.parametrize(("optimizer", "num_checks"), [(torch.optim.Adam, 1), (Clipped, 2)])
+def test_optimizers_of_torch_are_not_checked_for_each_trial(optimizer, num_checks, monkeypatch):
+    plans, checked = library(num_shards=2), []
+    monkeypatch.setattr(library_module, "check_separable", lambda *arguments: checked.append(arguments))
+    found = [prepare(plans, build("mlp", optimizer=optimizer)) for _ in range(2)]
+    assert found[0] is found[1]
+    assert len(checked) == num_checks
+    prepare(plans, build("mlp", optimizer=optimizer), like=layout_of(found[0]))
+    checked.clear()
+    prepare(plans, build("mlp", optimizer=optimizer), like=layout_of(found[0]))
+    assert checked == [], "with the first plan of the trial"
+
+
 def test_other_modes_batches_and_optimizers_are_captured_apart(captures):
     plans, task = library(), build("mlp")
     x, y = first_batch(task)

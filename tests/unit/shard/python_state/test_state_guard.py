@@ -6,6 +6,7 @@ import contextvars
 import copy
 import ctypes
 import functools
+import gc
 import hashlib
 import importlib
 import itertools
@@ -17,6 +18,7 @@ import re
 import sys
 import threading
 import types
+import weakref
 from datetime import UTC, datetime
 from os import getenv
 from random import random as draw
@@ -402,6 +404,24 @@ def test_the_position_of_a_file(tmp_path):
     assert guard_of(reading(sys.stdout)).change() is None
 
 
+def test_a_file_that_the_step_closes_leaves_other_values_to_be_put_back(tmp_path):
+    (tmp_path / "weights").write_text("1\n2\n")
+    file = (tmp_path / "weights").open()
+    before, since = {"runs": 0}, {"runs": 0}
+
+    def step(module: nn.Module, batch: Any) -> float:
+        before["runs"] += 1
+        weight = float(file.readline())
+        file.close()
+        since["runs"] += 1
+        return weight
+
+    guard = guard_of(step)
+    step(net(), None)
+    guard.restore()
+    assert (before["runs"], since["runs"]) == (0, 0)
+
+
 def test_attributes_in_which_a_step_keeps_tensors():
     module = net()
     module.last, module.features, module.count = None, {"a": torch.ones(1)}, torch.ones(1)
@@ -430,6 +450,22 @@ def test_what_data_count_is_put_back():
         assert data.drawn == 0
     endless = itertools.count()
     assert PythonStateUndo({"train=": lambda: [next(endless)]}).iterators == ["the variable 'endless' of train="]
+
+
+def test_a_walk_keeps_no_class_alive():
+    """The methods of a class made inside a function may close over the data of a trial."""
+
+    def walked_class():
+        class Pairs:
+            def __getitem__(self, index: int) -> Any:
+                return index
+
+        PythonStateUndo({"train=": Pairs()}).note_changes(is_alone=True)
+        return weakref.ref(Pairs)
+
+    kept = walked_class()
+    gc.collect()
+    assert kept() is None
 
 
 def test_what_others_change_after_the_data_stays(monkeypatch):

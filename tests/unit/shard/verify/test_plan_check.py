@@ -208,6 +208,24 @@ def test_the_message_says_what_the_model_does(trap, message):
         check(made, made.plan())
 
 
+def test_a_count_in_the_backward_is_put_back():
+    """A capture runs the forward alone, so the check is the first to see the count."""
+
+    class Counts(Base):
+        def middle(self, x):
+            def count(*gradients):
+                CALLS["count"] += 1
+
+            if x.grad_fn is not None:
+                x.grad_fn.register_hook(count)
+            return x
+
+    made, before = bench(task_of(Counts())), CALLS["count"]
+    with pytest.raises(CaptureError, match="the step changes"):
+        check(made, made.plan(*made.spread(2)))
+    assert CALLS["count"] == before
+
+
 def test_gradients_asked_for_inside_the_forward_are_never_silently_wrong():
     try:
         made = bench(task_of(AsksForGradients()))
