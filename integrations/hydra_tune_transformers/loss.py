@@ -111,7 +111,7 @@ class ItemCount:
         if not isinstance(labels, Tensor):
             raise TaskError(
                 f"a batch of {', '.join(batch)} has no tensor 'labels', whose number the model is given; let the data or the "
-                "collator give labels"
+                "collator give labels, or name the labels in label_names="
             )
         # Collators without padding shift the labels themselves, and `Trainer` then counts the shifted labels.
         if isinstance(batch.get("shift_labels"), Tensor):

@@ -5,18 +5,26 @@
 of the user's own class, and as `self.model` the module of the step.
 
 Note: trials share the `self` of a task, and no checkpoint holds its attributes. So an override that reads the training
-(`self.state`), sets an attribute, or changes a container is refused by name: the loss would be another in each trial.
+(`self.state`), sets an attribute, or changes an attribute's content is refused by name: the loss would be another in each
+trial. Contents are compared after the calls 1, 2, 4, 8 and so on of a model, because a large attribute takes milliseconds.
 """
 
+import ast
 import copy
-import dis
+import functools
+import hashlib
 import inspect
-from collections import deque
+import io
+import pickle
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 
+import torch
+import transformers
 from torch import Tensor, nn
 from transformers import Trainer
 
@@ -40,7 +48,12 @@ _SETTINGS = frozenset(
     ]
 )
 """Attributes of every `Trainer` that an override may read."""
+_UNCHANGED = frozenset({"processing_class", "accelerator"})
+"""Attributes whose contents are not compared: a tokenizer takes long."""
 _THE_MODEL = frozenset({"model", "model_wrapped"})
+_LIBRARY = transformers.__path__[0]
+_CALLS = weakref.WeakKeyDictionary[nn.Module, tuple[int, dict[str, bytes | None]]]()
+"""Calls of an override so far, and the contents before the first, by the module of the step."""
 _REMEDY = "write the TrainTask yourself (the page 'Bring a plain PyTorch loop' of the documentation)"
 
 
@@ -65,27 +78,36 @@ class OwnLoss:
             TaskError: the override reads what a trial in the pool lacks, or changes what trials share.
         """
         shared: Any = getattr(self.method, "__self__")  # noqa: B009 - a Callable has no such attribute for mypy
-        before = _contents(vars(shared))
+        num_calls, before = _CALLS.get(module) or (0, _contents(vars(shared)))
+        num_calls += 1
+        _CALLS[module] = num_calls, before
         # Of each call, because trials on several threads share the task.
         owner = object.__new__(type(shared))
         vars(owner).update(vars(shared) | dict.fromkeys(self.of_model, module))
+        names = set(vars(owner))
         # A copy, because overrides take the labels out, and an evaluation reads them afterwards. Of the same class, which
         # may offer the values as attributes.
         options = {"return_outputs": True} if return_outputs else {}
         value = type(owner).compute_loss(owner, module, copy.copy(batch), num_items_in_batch=total, **options)
-        for name, content in _contents(vars(shared)).items():
-            if not _is_same(content, before[name]):
-                _refuse_write(shared, name)
+        # At the powers of two.
+        now = _contents(vars(shared)) if num_calls & (num_calls - 1) == 0 else before
+        changed = [name for name, content in now.items() if content != before[name]]
+        # `functools.cached_property` writes past `__setattr__`.
+        for name in (*changed, *(set(vars(owner)) - names)):
+            _refuse_write(shared, name)
         return value
 
 
 def own_loss_of(trainer: Trainer) -> OwnLoss | None:
     """Return the overridden `compute_loss` of a `Trainer`; None where the library's own computes the loss."""
     kind = type(trainer)
-    if next(base for base in kind.__mro__ if "compute_loss" in vars(base)).__module__.startswith("transformers."):
+    # By the code's file: a script may have replaced the method of `Trainer` itself, and decorators copy names.
+    code = getattr(kind.compute_loss, "__code__", None)
+    if code is not None and code.co_filename.startswith(_LIBRARY):
         return None
     own = {name: value for name, value in vars(trainer).items() if name not in _names_of_library(kind)}
-    of_model = {name for name, value in own.items() if value is trainer.model}
+    # With a `model_init`, such an attribute keeps the model of before the training.
+    of_model = {name for name, value in own.items() if value is trainer.model and trainer.model_init is None}
     settings = {name: vars(trainer)[name] for name in _SETTINGS if name in vars(trainer)}
     rules = {
         "__getattr__": _refuse_read,
@@ -102,63 +124,117 @@ def own_loss_of(trainer: Trainer) -> OwnLoss | None:
 
 def refused_attributes(trainer: Trainer) -> Iterator[str]:
     """Describe attributes of an overridden `compute_loss` that belong to the one model or `Trainer` that is given up."""
+    tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
+    parts = {id(part) for part in (*trainer.model.modules(), *tensors)}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+
+    def reaches(*values: object) -> bool:
+        content = _Content()
+        content.note(values)
+        return content.has_trainer or bool(content.objects & parts or content.memory & memory)
+
+    kind = type(trainer).__name__
     loss = own_loss_of(trainer)
     if loss is None:
+        if trainer.compute_loss_func is not None and reaches(trainer.compute_loss_func):
+            yield f"a compute_loss_func that holds a part of the model, or a {kind}: override compute_loss in a class instead"
         return
-    parts = {id(part) for part in (*trainer.model.modules(), *trainer.model.parameters(), *trainer.model.buffers())}
     for name, value in vars(getattr(loss.method, "__self__")).items():  # noqa: B009 - see OwnLoss.__call__
-        if name not in _SETTINGS and any(_is_of(each, trainer, parts) for each in _one_level(value)):
+        if name not in _SETTINGS - {"compute_loss_func"} and reaches(value):
             yield (
-                f"self.{name} of {type(trainer).__name__}, which holds a part of the model, or a method of this Trainer: each "
-                "trial has a model of its own; read the part from compute_loss's model"
+                f"self.{name} of {kind}, which holds a part of the model, or a Trainer: each trial has a model of its own; "
+                "read the part from compute_loss's model"
+            )
+    for base in type(trainer).__mro__:
+        functions = [each for each in vars(base).values() if isinstance(each, FunctionType)]
+        if not base.__module__.startswith("transformers.") and reaches(*functions):
+            yield (
+                f"{base.__name__}, whose methods read a part of the model by a variable: each trial has a model of its own; "
+                "read the part from compute_loss's model"
             )
 
 
-def _is_of(value: Any, trainer: Trainer, parts: set[int]) -> bool:
-    if getattr(value, "__self__", None) is trainer or value is trainer or id(value) in parts:
-        return True
-    tensors = value.parameters() if isinstance(value, nn.Module) else ()
-    return any(id(tensor) in parts for tensor in tensors)
+class _Content(pickle.Pickler):
+    """Digest of a value, and the objects that the value holds.
+
+    Pickling walks through any object. Tensors count by their identity and version, and code by its identity. Of code, the
+    variables of its closure are walked through as well.
+
+    Attributes:
+        objects: identities of all objects that are not plain values.
+        memory: addresses of the tensors' memory.
+        has_trainer: whether the value holds a `Trainer`.
+    """
+
+    def __init__(self) -> None:
+        self._file = io.BytesIO()
+        super().__init__(self._file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.objects: set[int] = set()
+        self.memory: set[int] = set()
+        self.has_trainer = False
+
+    def note(self, value: object) -> bytes | None:
+        """Walk through a value; return its digest, or None where an object cannot be walked through."""
+        try:
+            self.dump(value)
+        except Exception:  # noqa: BLE001 - objects may raise anything here; the walk has noted others until then
+            return None
+        return hashlib.blake2b(self._file.getbuffer()).digest()
+
+    def persistent_id(self, value: Any) -> object:
+        if id(value) in self.objects:
+            return id(value)
+        if isinstance(value, Trainer | nn.Module | Tensor | FunctionType | MethodType | torch.Generator):
+            self.objects.add(id(value))
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Module):
+            # Without its Python attributes, which models of the library fill at their first call.
+            self.objects.update(map(id, value.modules()))
+            return id(value), tuple(map(self._tensor, (*value.parameters(), *value.buffers())))
+        if isinstance(value, torch.Generator):
+            return id(value), bytes(value.get_state().tolist())
+        if isinstance(value, FunctionType):
+            for cell in value.__closure__ or ():
+                with suppress(ValueError):  # an empty cell
+                    self._walk(cell.cell_contents)
+            names = set(value.__code__.co_names)
+            for name, variable in value.__globals__.items():
+                if name in names and isinstance(variable, Trainer | nn.Module | Tensor):
+                    self._walk(variable)
+        self.has_trainer |= isinstance(value, Trainer)
+        return id(value) if isinstance(value, Trainer | FunctionType | ModuleType | type) else None
+
+    def _tensor(self, tensor: Tensor) -> tuple[int, int]:
+        self.objects.add(id(tensor))
+        if tensor.layout is torch.strided:
+            self.memory.add(tensor.untyped_storage().data_ptr())
+        return id(tensor), tensor._version  # noqa: SLF001 - torch has no public name
+
+    def _walk(self, value: object) -> None:
+        # A walk of its own: a pickler cannot begin another within `dump`.
+        content = _Content()
+        content.objects |= self.objects
+        content.note(value)
+        self.objects |= content.objects
+        self.memory |= content.memory
+        self.has_trainer |= content.has_trainer
 
 
-def _one_level(value: Any) -> Iterator[Any]:
-    yield value
-    if isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, list | tuple | set | deque):
-        yield from value
-
-
-def _contents(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Note the items of containers, and the versions of tensors."""
-    noted: dict[str, tuple[Any, ...]] = {}
-    for name, value in attributes.items():
-        if isinstance(value, dict):
-            noted[name] = (*value, *value.values())
-        elif isinstance(value, list | set | deque):
-            noted[name] = tuple(value)
-        elif isinstance(value, Tensor):
-            noted[name] = (value._version,)  # noqa: SLF001 - torch has no public name
-    return noted
-
-
-def _is_same(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    # Versions are small numbers, which Python keeps once; items are compared by identity.
-    return len(now) == len(before) and all(
-        a is b or (type(a) is int and a == b) for a, b in zip(now, before, strict=True)
-    )
+def _contents(attributes: Mapping[str, Any]) -> dict[str, bytes | None]:
+    return {name: _Content().note(value) for name, value in attributes.items() if name not in _UNCHANGED}
 
 
 def _names_of_library(kind: type) -> set[str]:
-    """Names of the attributes that the library's own classes set."""
-    functions = [
-        inspect.unwrap(value)
-        for base in kind.__mro__
-        if base.__module__.startswith("transformers.")
-        for value in vars(base).values()
-        if isinstance(value, FunctionType)
-    ]
-    return {i.argval for each in functions for i in dis.get_instructions(each) if i.opname == "STORE_ATTR"}
+    """Names of the attributes that the library's own classes set on `self`."""
+    bases = (base for base in kind.__mro__ if base.__module__.startswith("transformers."))
+    return set().union(*(_names_set_in(inspect.getsource(base)) for base in bases))
+
+
+@functools.lru_cache(maxsize=16)
+def _names_set_in(source: str) -> frozenset[str]:
+    stores = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    return frozenset(node.attr for node in stores if ast.unparse(node.value) == "self")
 
 
 class _SingleProcessAccelerator:

@@ -192,7 +192,12 @@ def _defaults(arguments: TrainingArguments) -> dict[str, Any]:
 
 
 def _arguments(trainer: Trainer) -> Iterator[str]:
+    # Fields that a script's own subclass adds have no meaning for `Trainer`.
+    stock = next(kind for kind in type(trainer.args).__mro__ if kind.__module__.startswith("transformers."))
+    known = {field.name for field in dataclasses.fields(stock)}
     for name, default in _defaults(trainer.args).items():
+        if name not in known:
+            continue
         value = getattr(trainer.args, name, default)
         # Several settings are None by default and become False or an empty list.
         if name in TAKEN_OVER | WITHOUT_EFFECT or value == default or (not value and not default):

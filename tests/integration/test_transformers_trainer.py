@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import math
@@ -10,6 +11,7 @@ import time
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,9 +60,13 @@ class Weighted(Trainer):
 
 
 class Penalized(Trainer):
-    """Adds to the stock loss, and logs."""
+    """Adds to the stock loss, and logs. Code of the library sets `use_cache` on other objects."""
 
-    strength = 0.1
+    use_cache = 0.0
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.use_cache = 0.1
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
@@ -69,7 +75,7 @@ class Penalized(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def penalty(self, scores):
-        return self.strength * scores.logsumexp(-1).square().mean()
+        return self.use_cache * scores.logsumexp(-1).square().mean()
 
 
 class Distilled(Trainer):
@@ -495,6 +501,41 @@ class Attached(Weighted):
         self.head = self.model.classifier
 
 
+class Deferred(Weighted):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.parts = [{"steps": lambda: self.state.global_step}]
+
+
+class Bound(Trainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.compute_loss_func = self.scaled
+
+    def scaled(self, outputs, labels, num_items_in_batch=None):
+        return own_loss(outputs, labels, num_items_in_batch) / (1 + self.state.global_step)
+
+
+class Noisy(Trainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.noise = SimpleNamespace(generator=np.random.default_rng(0))
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss if return_outputs else loss * self.noise.generator.random()
+
+
+class Lazy(Trainer):
+    @functools.cached_property
+    def first(self):
+        return copy.deepcopy(self.model)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss if return_outputs else loss + sum(self.first(**inputs)["logits"].mean() for _ in range(2))
+
+
 class Annealed(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -558,6 +599,8 @@ REFUSALS = {
     "a part of the model in an attribute": (
         {"trainer_class": Attached}, "self.head of Attached, which holds a part of the model.*from compute_loss's model"
     ),
+    "the training in an attribute": ({"trainer_class": Deferred}, "self.parts of Deferred, which holds a part.*or a Trainer"),
+    "a loss of the Trainer's": ({"trainer_class": Bound}, "a compute_loss_func that holds .* a Bound: override compute_loss"),
     "half precision and a loss": ({"bf16": True, "trainer_class": Weighted}, "a compute_loss of the Trainer's own"),
     "training_step": ({"trainer_class": OwnStep}, "OwnStep has its own training_step"),
     "a loss that is not scaled": (
@@ -628,6 +671,8 @@ def test_what_would_not_be_exact_is_refused(tmp_path, name):
         (Annealed, "compute_loss of Annealed reads self.state, which a trial in the pool lacks"),
         (Counting, "compute_loss of Counting changes self.calls, which trials of a search would share"),
         (Collecting, "compute_loss of Collecting changes self.sizes, which trials of a search would share"),
+        (Noisy, "compute_loss of Noisy changes self.noise, which trials of a search would share"),
+        (Lazy, "compute_loss of Lazy changes self.first, which trials of a search would share"),
         (Gathering, "compute_loss reads self.accelerator.gather, which a trial in the pool lacks"),
     ],
 )
@@ -735,6 +780,19 @@ def test_an_unknown_argument_is_refused_unless_it_has_its_default(tmp_path, monk
     task_from_trainer(making(tmp_path))
     with pytest.raises(RefusedTrainerError, match=re.escape("adam_beta1=0.5: an argument that this version")):
         task_from_trainer(making(tmp_path, adam_beta1=0.5))
+
+
+@dataclasses.dataclass
+class OwnArguments(transformers.TrainingArguments):
+    gamma: float = 1.0
+
+
+def test_arguments_of_a_subclass_are_the_losses_own(tmp_path):
+    arguments = OwnArguments(
+        str(tmp_path), gamma=2.0, use_cpu=True, save_strategy="no", report_to="none", eval_strategy="epoch"
+    )
+    task = task_from_trainer(making(tmp_path, given={"args": arguments}, trainer_class=Weighted))
+    assert task.step.own_loss.method.__self__.args.gamma == 2
 
 
 def test_every_argument_of_the_installed_version_is_known():
