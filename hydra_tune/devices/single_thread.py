@@ -4,6 +4,9 @@ The copy threads of a device (`copying.py`), the thread of the disk (`memory/hos
 ended trials (`pool/runtime/worker.py`) are such executors as long as a pool runs; `pool/dry_run/report.py` and others make
 such an executor for a single forecast or measurement.
 
+Note: names. `_WAITS` in `train/data/worker_server.py` names `_work` of this file, as a function in which a thread waits.
+After a change of one name without the other, workers of loaders start slowly.
+
 Note: end of the program. `concurrent.futures.ThreadPoolExecutor` refuses calls once the main thread has ended, although
 a program goes on until its other threads have ended, and one of these may be waiting for a pool's trials. The thread
 here takes calls until `shutdown`.

@@ -1,7 +1,11 @@
 """The ledger: counts the taken part of a device's budget. A hard limit: bytes that do not fit are not taken.
 
-`Pager` (`pager.py`) takes bytes before a block or a unit's workspace comes to the device; `HostTier`
-(`memory/host/host_tier.py`) takes bytes before each host copy, of a ledger that may be overdrawn (`HostLedger`).
+`Pager` (`pager.py`) takes bytes before a block or a unit's workspace comes to the device, and `prefetch.py` before a block
+comes ahead of its unit. `HostTier` (`memory/host/host_tier.py`) takes bytes before each host copy, of a ledger that may be
+overdrawn (`HostLedger`), and `PoolCheckpointWriter` (`pool/checkpointing/writer.py`) takes bytes of that ledger for a copy to
+write. The module must not choose a victim or copy a byte: the pager does.
+
+Note: locks. No other lock is taken, and no function of others is called, while a lock of this module is held.
 """
 
 import threading

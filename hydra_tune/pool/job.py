@@ -6,6 +6,12 @@ events from an `EventStream`. `Pool` (`pool.py`), `FusedPool` (`fusion/fused_poo
 fusion from `fusion/live_group.py` and `fusion/job_table.py`, and from an isolated pool through `IsolatedPoolClient`.
 People import `Job`, `Result`, `EventStream` and the events from `hydra_tune`.
 
+Drivers with an `EventStream` are `OptimizeDriver` (`integrations/hydra_tune_optuna/search/driver.py`), `LeasedTrialTable`
+(`integrations/hydra_tune_ray/node/trial_leases.py`) and the process of an isolated pool (`isolation/child.py`).
+
+Note: threads. Pools call `EventStream.put` on their own threads, for a report under the pool's lock, so a replacement of
+`put` must not wait, and must not call the pool at a report.
+
 Note: `Job.result` and `EventStream.get` leave the capture gate while they wait, so a trial's own code that waits for
 another pool does not stop captures.
 """

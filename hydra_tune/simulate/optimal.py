@@ -1,8 +1,8 @@
 """Optimal schedules of chains of units on identical devices, as the yardstick for policies.
 
-`hydra-tune simulate --optimum` (`cli/commands/simulate.py`) calls `optimal_schedule` after the simulation. The module
-knows durations only: no transfers, no policy, no scheduler. The solver needs `ortools`, an extra imported at the first
-call.
+`hydra-tune simulate --optimum` (`cli/commands/simulate.py`) calls `import_ortools` before the simulation, to refuse a
+missing solver, and `optimal_schedule` after the simulation. The module knows durations only: no transfers, no policy, no
+scheduler. The solver needs `ortools`, an extra imported at the first call.
 """
 
 import heapq
@@ -15,6 +15,9 @@ from typing import Any
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule.bound import makespan_bound
+
+SOLVER = "ortools.sat.python.cp_model"
+"""Module of the solver."""
 
 _MAX_TICKS = 2**40
 """Total work in ticks: small enough for the solver's sums not to overflow, large enough for times to resolve microseconds."""
@@ -106,7 +109,7 @@ def optimal_schedule(
     check_chains(chains, num_devices)
     if not time_limit_seconds > 0:
         raise ConfigError(f"time_limit_seconds must be above 0, not {time_limit_seconds}")
-    cp_model = import_ortools("ortools.sat.python.cp_model")
+    cp_model = import_ortools(SOLVER)
     tick = _tick_seconds([seconds for chain in chains.values() for seconds in chain])
     lengths = {name: [int(Fraction(seconds) / tick) for seconds in chain] for name, chain in chains.items()}
     hint = _longest_remaining_first(lengths, num_devices)

@@ -3,6 +3,9 @@
 People import `SharedModule` from `hydra_tune` and call `module` in the `model=` of a `TrainTask`. The bytes of the base lie
 once in host memory (`memory/shared/shared_file.py`); a trial's state finds the shared parameters by their place
 (`train/state/shared_state.py`). The module knows nothing of trials, pools and devices.
+
+Note: locks. Trials call `module` on several threads. The first call builds the base under the lock, and the others wait, so
+`build` must not call `module` of the same object.
 """
 
 import copy

@@ -1,14 +1,15 @@
 """Every private name of Optuna that the integration needs, behind public names of this module.
 
-Optuna offers ask and tell. Its logging of trials, `stop()`, progress bar, heartbeat and state of exhaustive samplers
-have no public interface for programs with a loop of their own. All such access is in this module, so that the
-contract tests of this module tell whether a release of Optuna still fits. The module decides nothing about trials or
-pools. `OptimizeDriver` (`search/driver.py`) asks for and tells each trial through this module; the rest of the package
-reads and writes the private state of Optuna's objects here.
+Optuna offers ask and tell. Its logging of trials, `stop()`, progress bar, heartbeat and state of exhaustive samplers have
+no public interface for programs with a loop of their own. All such access is in this module, so that the contract tests of
+this module tell whether a release of Optuna still fits. The module decides nothing about trials or pools. `StudyResumer`
+(`search/resume_study.py`) asks for each trial through this module. `OptimizeDriver` (`search/driver.py`) tells each trial
+here, and `search/shutdown.py` the untold trials of a search that an error has ended. The rest of the package reads and
+writes the private state of Optuna's objects here.
 
 Note: threads. During a search only the thread that calls `optimize` touches the sampler. A heartbeat, or a task's function
-that reads its trial, may touch the storage in other threads. Methods of a running trial delay Ctrl-C here; elsewhere the
-driver does so.
+that reads its trial, may touch the storage in other threads. Methods of a running trial, `noted_once` and
+`wait_again` delay Ctrl-C here; elsewhere the driver does so.
 """
 # ruff: noqa: SLF001 - that is what this module is for
 

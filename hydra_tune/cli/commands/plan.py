@@ -19,7 +19,7 @@ from hydra_tune.errors import ConfigError
 _EXIT_CODES = """\b
 Exit codes:
   0    done
-  1    a configuration does not fit, or its task cannot be made
+  1    a configuration does not fit, cannot be planned, or its task cannot be made
   2    the command or FILE makes no sense
   130  interrupted by Ctrl-C
 """

@@ -1,8 +1,12 @@
 """`hydra-tune simulate`: a sweep on a virtual clock, on devices that need not exist. Never imports torch.
 
-The command turns flags, a profile or a recording into a scenario, and prints the outcome of `hydra_tune.simulate`. The
-module must not compute schedules of its own. `cli/root.py` adds the command to `hydra-tune`, and users call the command
-before a sweep or, with `--replay`, after a recorded sweep.
+The command turns flags or a profile into a scenario and prints the outcome of `hydra_tune.simulate`; with `--replay` the
+command prints the comparison that `replay` (`simulate/recorded/replay.py`) makes of a recording. The module must not
+compute schedules of its own. `cli/root.py` adds the command to `hydra-tune`, and users call the command before a sweep or,
+with `--replay`, after a recorded sweep.
+
+Note: a scenario may take minutes to play, so each refusal of flags, and of extras that are not installed, must come before
+the simulation. Only damage of a recording may be found while the recording is played.
 """
 
 import json
@@ -16,10 +20,11 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from hydra_tune.errors import ConfigError
+from hydra_tune.observe.trace.gantt import import_matplotlib
 from hydra_tune.quantities import parse_bytes
 from hydra_tune.schedule import ADMISSIONS, make_policy
 from hydra_tune.simulate import Outage, Scenario, SimulationResult, Slowdown, simulate
-from hydra_tune.simulate.optimal import BestSchedule, optimal_schedule
+from hydra_tune.simulate.optimal import SOLVER, BestSchedule, import_ortools, optimal_schedule
 from hydra_tune.simulate.plot import plot_timeline
 from hydra_tune.simulate.profile import read_profile
 from hydra_tune.simulate.recorded.recording import read_recording
@@ -33,7 +38,7 @@ _EXIT_CODES = """\b
 Exit codes:
   0    done
   1    a file could not be written
-  2    the command or PROFILE makes no sense; nothing was simulated
+  2    the command or a file makes no sense, or an extra is missing; no result
   130  interrupted by Ctrl-C
 """
 _PLOT_BARS = 2000
@@ -215,8 +220,9 @@ def simulate_command(
 ) -> None:
     """Play trials on a virtual clock, without devices.
 
-    Simulates the trials and devices of PROFILE, or those that the options describe. Options that describe trials
-    are for use without PROFILE; all other options also override PROFILE.
+    Simulates the trials and devices of PROFILE, or those that the options describe. Options that describe trials,
+    --nodes and --speeds are for use without PROFILE. --slow and --lose add to the faults of PROFILE, --survival ends
+    some of the trials early, and the other options override PROFILE.
     """
     # A plot needs bars, even where --timeline was not given.
     output = _SimulationOutputOptions(as_json=as_json, plot=plot, timeline=timeline or (_PLOT_BARS if plot else 0))
@@ -227,8 +233,12 @@ def simulate_command(
         # For its error alone: a wrong name is found before a large profile is read.
         make_policy(policy)
         scenario = _from_flags(flags) if profile is None else _from_profile(profile, flags)
+        if optimum is not None:
+            _check_optimum(scenario)
+        if plot is not None:
+            import_matplotlib()
         result = simulate(scenario, policy, timeline=output.timeline)
-        _show(result, output, None if optimum is None else _best_schedule(scenario, result, optimum))
+        _show(result, output, None if optimum is None else _best_schedule(scenario, optimum))
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(USAGE)
@@ -258,10 +268,16 @@ def _replay(context: click.Context, path: Path, *, as_json: bool) -> None:
         print_replay(Console(highlight=False), comparison)
 
 
-def _best_schedule(scenario: Scenario, result: SimulationResult, seconds: float) -> BestSchedule:
-    """Search the best schedule of the units that the simulation has run, as if all trials had been there from the start."""
-    if result.bound_seconds is None:
+def _check_optimum(scenario: Scenario) -> None:
+    """Refuse a scenario that has no best schedule to search, or a search without the solver."""
+    speeds = {device.speed for device in scenario.devices}
+    if len(speeds) > 1 or scenario.slowdowns or scenario.outages:
         raise ConfigError("--optimum is for devices of one speed without faults; leave out --speeds, --slow and --lose")
+    import_ortools(SOLVER)
+
+
+def _best_schedule(scenario: Scenario, seconds: float) -> BestSchedule:
+    """Search the best schedule of the units that the simulation has run, as if all trials had been there from the start."""
     speed = scenario.devices[0].speed
     chains = {trial.name: [unit.seconds / speed for unit in trial.step] * trial.steps_run for trial in scenario.trials}
     return optimal_schedule(chains, len(scenario.devices), time_limit_seconds=seconds)

@@ -1,8 +1,9 @@
 """Chooses the file of a sweep's event log.
 
 `cli/commands/sweep.py` calls `log_path` once the sweep file is read and merged with the options, except for a sweep on
-a Ray cluster. The function runs in the supervising process, and the sweep's process writes the file
-(`observe/event_log/writer.py`).
+a Ray cluster. Where a sweep is isolated, the function runs in the supervising process, and the sweep's process writes the
+file (`observe/event_log/writer.py`). A process that follows a crash writes to a numbered file beside the first. The module
+must create no file, start no thread and import no torch.
 """
 
 import os

@@ -1,7 +1,9 @@
 """Prints runs: a line for each (`hydra-tune list`), a paragraph for each (`hydra-tune status`), or one JSON object.
 
-`cli/commands/list.py` prints, and `cli/commands/show.py` and `cli/run/export.py` write `to_json`. The keys of the JSON
-are documented, and other programs read them.
+`cli/commands/list.py` prints or writes `to_json`, and `cli/commands/show.py` and `cli/run/export.py` write `to_json`.
+`cli/commands/best.py` and `cli/run/export.py` write a trial alone (`trial_data`), and `trial_output.py` asks for the
+`best_trials`. The keys of the JSON are documented, and other programs read them, so no key may be renamed. The module reads
+no file and no study: `run_scan.py` has done so.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,11 @@
 """The interface between the command line and tuners.
 
-`cli/run/sweep_run.py` fills a `SweepRequest` just before the sweep begins, and `cli/run/cluster.py` a `ClusterRequest`;
-a tuner, found through the entry points `hydra_tune.tuners` or `hydra_tune.cluster_tuners`, runs the sweep and reports
-events to a `SweepObserver`. The command line imports no tuner; a tuner imports this module, `spec.py`, `domains.py` and
-`cli/inspect/study_record.py`. The module imports torch by way of the executor.
+`cli/run/sweep_run.py` fills a `SweepRequest` just before the sweep begins, and `cli/run/cluster.py` a `ClusterRequest`; a
+tuner, found through the entry points `hydra_tune.tuners` or `hydra_tune.cluster_tuners`, runs the sweep and reports events
+to a `SweepObserver`, the `SweepProgressTracker` of `cli/display/board.py`. The tuners are
+`integrations/hydra_tune_optuna/sweep.py` and, for a cluster, `integrations/hydra_tune_ray/sweep.py`. The command line
+imports no tuner; a tuner imports this module, `spec.py`, `domains.py` and `cli/inspect/study_record.py`. The module imports
+torch by way of the executor.
 """
 
 from collections.abc import Callable, Mapping

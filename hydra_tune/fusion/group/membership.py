@@ -2,7 +2,8 @@
 
 Between steps members continue to their next batch, report and receive answers, end, leave, and join. `GroupTrial`
 (`group_trial.py`) calls `settled` before each step, round or evaluated batch, and `advance` for every computed member
-afterwards; a round (`group_executor.py`) calls `go_on` inside its unit.
+afterwards. `GroupExecutor` (`group_executor.py`) calls `advance` between the batches of a step of several batches, and
+`go_on` inside the unit of a round.
 
 Note: lock-step. Every member names the batch to compute next, and members with the same kind of batch compute together
 (`batch_bucketing.py`). A member that has reported rests until the answer arrives. The group waits only when all

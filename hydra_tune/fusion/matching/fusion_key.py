@@ -3,8 +3,9 @@
 `fusion_key` reduces a trial to a hashable key. Trials with equal keys are candidates for a group;
 `GroupPlanFactory.check_alike` then compares the captured graphs. Trials of a sweep over learning rates or dropout
 probabilities, for example, have equal keys. `GroupMatcher` (`pool/fusion/group_matcher.py`) takes a trial's key as soon
-as the trial is built; `pool/dry_run/fusion_report.py` and `pool/dry_run/step_profiles.py` take the key of each task that
-`HydraExecutor.plan` forecasts.
+as the trial is built, without the pool's lock, so nothing of the trial may be changed or run here.
+`pool/dry_run/fusion_report.py` takes the key of each task that `HydraExecutor.plan` forecasts, and
+`pool/dry_run/step_profiles.py` where a profile is asked for.
 
 Note: a property must enter the key if the step's graph or the group's update depends on the property, and no other check
 compares the property.
@@ -70,8 +71,9 @@ class FusionKey:
     Attributes:
         family: decides equality of keys: everything except numbers inside the model, losses and metrics. One part for
             each of `_PARTS`.
-        architecture: also covers the numbers; trials with equal architectures are alike, other trials may be alike
-            (`GroupPlanFactory.check_alike`).
+        architecture: also covers the numbers. `GroupMatcher.build` replaces the value of `fusion_key` by the architecture
+            of the `MemberTrial`, which has digests of the Python state in addition. Then trials with equal architectures
+            are alike, and other trials may be alike (`GroupPlanFactory.check_alike`).
     """
 
     family: tuple[Hashable, ...]

@@ -4,7 +4,9 @@ The captured graphs of trials with equal models and different losses begin with 
 The rest of a graph is the trial's loss head. A stacked graph with heads runs the beginning once for all members, and
 every head on the rows of its members. `likeness` (`fusion/matching/plan_diff.py`) makes the heads when trials with
 different losses are compared, `multi_head_graph.py` runs the heads in the group's steps, and `GroupExecutor`
-(`fusion/group/group_executor.py`) gives each member the results of the member's own head.
+(`fusion/group/group_executor.py`) gives each member the results of the member's own head. `GroupPlanFactory`
+(`fusion/compile/batched_plan_cache.py`) keeps stacked plans by the `MultiHeadPlan` object, so the class must stay comparable
+by identity (`eq=False`).
 
 Note: end of the beginning. The beginning extends as far as the graphs are equal. If a value made by then takes part in
 the gradients of some losses only, the beginning ends before the value. A head uses no parameters, draws no random

@@ -1,8 +1,9 @@
 """`PlannedSizeChoice`: the compared ways to train trials that exceed a device's memory together, and the chosen way.
 
-Plain values without tensors, for the log, the event log and tables. `PlannedSizeChooser` (`planned_group_size.py`)
-makes the choice before a group is formed, and `pool/views/job_logging.py` writes the choice to the event log;
-`pool/dry_run/fusion_report.py` shows a choice for `HydraExecutor.plan(probe=True)`.
+Plain values without tensors, for the log, the event log and tables. `GroupMatcher` (`pool/fusion/group_matcher.py`) asks
+`PlannedSizeChooser` (`planned_group_size.py`) for the choice before a group is formed, and has `pool/views/job_logging.py`
+write the choice to the event log. `pool/dry_run/fusion_report.py` makes a choice for `HydraExecutor.plan(probe=True)`, and
+`cli/dry_run/plan_table.py` prints `told`. The module compares nothing: the planner predicts the seconds and bytes.
 """
 
 from collections import Counter

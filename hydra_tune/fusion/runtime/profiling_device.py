@@ -1,8 +1,11 @@
 """`ProfilingDevice`: a device on which the planner profiles steps, representing all devices of its kind.
 
-`DeviceReservations` (`pool/devices/device_reservation.py`) offers a `ProfilingDevice` of each kind; `StepPlanner`
-(`step_planner.py`) borrows the device while a step is laid out or profiled. `host_of` stands for the CPU devices of a pool
-or a dry run.
+`DeviceReservations.stands` (`pool/devices/device_reservation.py`) offers a `ProfilingDevice` for each kind of GPU, or the
+host where a pool has no GPU. `StepPlanner` (`step_planner.py`) enters `borrowed` while a step is laid out or profiled, on
+whichever thread makes the plan. `host_of` stands for the CPU devices of a pool or a dry run;
+`pool/dry_run/fusion_report.py` plans steps there, and `pool/dry_run/step_profiles.py` takes only the bandwidth.
+
+Note: lock order. A thread must enter `borrowed` before the capture gate, as `pool/devices/device_reservation.py` explains.
 """
 
 from collections.abc import Callable, Iterable

@@ -3,7 +3,8 @@
 `SweepProgressTracker` (`cli/display/board.py`) makes a snapshot each time the display of `hydra-tune sweep` is drawn;
 `SweepMonitor` (`pool/views/live_snapshot.py`) does so for `HydraExecutor.live`. `read_run_state`
 (`observe/event_log/run_state.py`) and `integrations/hydra_tune_optuna/study_reader.py` make a `TrialView` of a log or a
-study. Neither the snapshots nor their readers hold a job, a task or a tensor.
+study, and `SweepRunRecord` (`cli/inspect/sweep_run_record.py`) ranks such trials as a `SweepView`. The live views draw the
+snapshots, and `summary.py` writes the JSON report. Neither the snapshots nor their readers hold a job, a task or a tensor.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Draws bars over time as a picture. Only this module imports matplotlib, at the first picture.
 
-`run_plot.py` calls `draw` for `hydra-tune trace --plot`, and `simulate/plot.py` for `hydra-tune simulate --plot`.
+`run_plot.py` calls `draw` for `hydra-tune trace --plot`, and `simulate/plot.py` for `hydra-tune simulate --plot`, which
+calls `import_matplotlib` before the simulation (`cli/commands/simulate.py`).
 """
 
 import math
@@ -79,14 +80,10 @@ def draw(chart: GanttChart, path: Path) -> None:
         ConfigError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError("a plot needs matplotlib; install it with: pip install matplotlib") from error
+    figure_class, canvas_class = import_matplotlib()
     # A figure with its own canvas, without pyplot: no global state, no display, and any thread may draw.
-    figure = Figure(figsize=(12, 1.5 + chart.row_inches * len(chart.rows)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = figure_class(figsize=(12, 1.5 + chart.row_inches * len(chart.rows)), layout="constrained")
+    canvas_class(figure)
     axes = figure.subplots()
     _draw_bars(chart, axes)
     _name_rows(chart, axes)
@@ -96,6 +93,20 @@ def draw(chart: GanttChart, path: Path) -> None:
     axes.set_xlabel("seconds")
     axes.set_title(chart.title)
     figure.savefig(path, format="png", dpi=120)
+
+
+def import_matplotlib() -> tuple[Any, Any]:
+    """Return matplotlib's classes for a figure and for its canvas.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError("a plot needs matplotlib; install it with: pip install matplotlib") from error
+    return Figure, FigureCanvasAgg
 
 
 def _draw_bars(chart: GanttChart, axes: Any) -> None:

@@ -1,7 +1,8 @@
 """Algorithm F: the candidates, and the effect of a decision on the remaining candidates.
 
 `swap_recompute.py` makes the candidates of each sub-array before the first round, and updates the remaining candidates
-after each decision. `min_cut.py` and `planner/search/figures.py` only ask for the first candidates.
+after each decision. `min_cut.py` and `planner/search/figures.py` only ask for the first candidates. `candidates_of` leaves
+the profile as found; `updated_candidates` changes the search's own candidates in place, and nothing else.
 
 Differs from the algorithm as printed:
 * Not every feature map is a candidate: the losses are kept, and so is a map with less than a 512th of the largest map's

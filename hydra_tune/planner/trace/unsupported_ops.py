@@ -1,8 +1,9 @@
 """Reasons why a step cannot be planned: draws that depend on values, failing operators, tensors on several devices.
 
-The error messages name the operator or the tensors, so the user knows what to change in the model. `step_graph.py`
-checks the devices before tracing a step where its tensors lie, as for a CPU, and asks for the operator to name when
-tracing fails. Nothing here draws: everything runs on tensors without bytes.
+The error messages name the operator or the tensors, so the user knows what to change in the model. `step_graph`
+(`step_graph.py`) checks the devices before tracing a step where its tensors lie, as for a CPU. The function asks for the
+operators to name when tracing fails, or meets draws that depend on values. Nothing here draws or computes: everything runs
+on tensors without bytes. The callers of `step_graph` hold the capture gate alone, since a trace changes the whole process.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,9 @@
 
 `HydraExecutor` (`executor.py`) finds and removes checkpoints here when a driver asks by name, such as
 `integrations/hydra_tune_optuna/search/resume_study.py`, and checks the path when a job is submitted with `resume_from`
-or `warm_start`. The caller waits for pending writes first (`PoolCheckpointWriter.flush`); the functions here do not.
+or `warm_start`. The caller waits for pending writes first (`PoolCheckpointWriter.flush`); the functions here do not. For an
+isolated pool, the program checks the path without waiting. `remove_or_log` runs on the writer's thread, behind the pending
+writes of the trial.
 """
 
 import logging

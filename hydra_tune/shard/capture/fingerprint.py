@@ -69,7 +69,10 @@ def architecture_key(task: TrainTask, model: nn.Module) -> Hashable | None:
 
 
 def optimizer_key(optimizer: torch.optim.Optimizer) -> Hashable:
-    """Properties of an optimizer that decide its state and temporaries: class and switches, not rates."""
+    """Properties of an optimizer that decide its state and temporaries: class, group sizes and switches.
+
+    Of a rate, only whether the rate is 0 counts. An integer counts by value, because an integer may be a size.
+    """
     groups = tuple(
         tuple(sorted((key, type(value).__name__, _switch(value)) for key, value in group.items() if key != "params"))
         for group in optimizer.param_groups

@@ -3,7 +3,11 @@
 Small tensors are real, so that a factory can read values computed from small tensors: rates per layer, masks, tables.
 `pool/dry_run/report.py` builds such a model when the real model is too large for a forecast, and `captured_graph`
 (`shard/partition/trial_step.py`) captures the step of such a model on a copy without bytes. `TrialRehearsal`
-(`train/timing/fake_trial.py`) rehearses every model on a copy without bytes.
+(`train/timing/fake_trial.py`) rehearses every model on a copy without bytes, and `hollow_twin_of`
+(`shard/partition/trial_step.py`) makes a copy in memory that nobody touches, for a plan check without values.
+
+Such a model is forecast and never trained. Trials and plan caches ask `is_unbuilt`, and must then neither run such a model
+whole nor ask the model's code for answers, and a trial's plan cache sets no guard.
 """
 
 import copy
@@ -83,7 +87,9 @@ def is_unbuilt(model: nn.Module) -> bool:
 
 
 def bodiless_twin(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
-    """Copy a model without its bytes: none in an active fake mode, else memory that nobody touches.
+    """Copy a model without the bytes of its parameters and buffers: none in an active fake mode, else untouched memory.
+
+    Outside a mode, real tensors that are plain attributes of modules are copied with their bytes.
 
     Returns:
         The copy, and the copied tensor by the id of each original tensor.

@@ -11,9 +11,10 @@ two units; a recompute has such leaves for its live-ins, and takes the trial's o
 starts from the same roots in the same order and meets the same nodes with the same bits.
 
 `ShardChain` (`chain.py`) runs the functions on real tensors in each unit, and the pilot (`shard/cost/pilot.py`) on fake
-tensors before a step is cut. `MemoizedShardExecutor` (`shard/fake/fake_memo.py`) and the runner of a fused group
-(`fusion/compile/batched_plan.py`) take the module's place in a plan, and call the functions for shards that they do not
-run themselves. The functions do not know the places of tensors.
+tensors before a step is cut. `MemoizedShardExecutor` (`shard/fake/fake_memo.py`) and the runners of a fused group
+(`fusion/compile/batched_plan.py`, and `fusion/compile/cuda_graph_steps.py` for recorded steps) take the module's place in a
+plan (`ShardPlan.computing`). The functions here run the shards that such a runner leaves. The functions do not know the
+places of tensors, and take no lock: a unit enters the gate and holds its blocks before the call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -183,7 +184,7 @@ class ShardTape:
 
 
 class ShardExecutor(Protocol):
-    """Runner of shards: this module, or `shard/fake/fake_memo.py` with remembered results."""
+    """Runner of shards: this module, `shard/fake/fake_memo.py` with remembered results, or a runner of a fused group."""
 
     def forward(
         self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str] | None = None

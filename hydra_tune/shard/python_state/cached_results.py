@@ -1,7 +1,9 @@
 """`NotedCache`: the results that a function keeps in a cache, which a step that was only tried must not leave there.
 
 `ReachableValues` (`reachable_values.py`) makes a `NotedCache` of each cached function whose results are plain values or
-tensors. In `state_guard.py`, `PythonStateUndo` calls `undo`, and the other guards call `restore`.
+tensors, and reads the results by `results_of`. In `state_guard.py`, `PythonStateUndo` calls `undo`, and the other guards
+call `restore`. `PythonStateGuard` restores only while no other trial runs; `TaskStateGuard` restores, and `PythonStateUndo`
+undoes, beside other trials.
 """
 
 import gc

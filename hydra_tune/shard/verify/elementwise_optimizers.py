@@ -3,7 +3,8 @@
 The check steps small stand-ins instead of recognizing optimizers by name, like `separable_optimizers.py`, so that the
 check works for a user's class; the trial's optimizer is never stepped. `SplitOperators`
 (`shard/operators/operator_splitting.py`) checks an optimizer just built for a model with split operators, and joins the
-states of the pieces at the end.
+states of the pieces at the end. The steps of stand-ins run inside `trying` (`shard/cost/update_pilot.py`), which puts back
+random streams and shared objects, and results are compared bit by bit.
 """
 
 from collections.abc import Mapping, Sequence

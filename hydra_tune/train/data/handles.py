@@ -116,7 +116,7 @@ def refuse_empty(batch: Batch, name: str, number: int, epoch: int | None = None)
         epoch: epoch of a training pass.
 
     Raises:
-        TaskError: all tensors of the batch have a first dimension of 0.
+        TaskError: the batch has tensors with dimensions, and the first dimension of each is 0.
     """
     if samples := num_samples(batch):
         return samples

@@ -2,7 +2,8 @@
 
 `loader_workers.py` holds a server in `SERVERS` while an executor needs workers, and takes the server before the workers
 of a pass start. `isolation/child.py` forgets the servers of the process from which the child was forked, and
-`isolation/parent.py` asks `is_quiet` before a fork of its own.
+`isolation/parent.py` asks `is_quiet` before a fork of its own. `worker_parts.py` refuses objects of a session that a server
+does not know (`LoaderForkServer.names`).
 
 Note: two ways to begin. `LoaderForkServer.fork` copies this process within milliseconds: the workers then have the
 program's modules, its `__main__`, and classes of a notebook or of a script from standard input. A copy is sound only

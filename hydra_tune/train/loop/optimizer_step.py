@@ -1,7 +1,11 @@
 """An optimizer step as units: forward and backward of each batch, and the updates.
 
-`SingleTrial` (`train/single_trial.py`) makes an `OptimizerStep` at the first batch of each step that runs as shard
-units; `GroupStep` (`fusion/group/group_step.py`) is the step of a fused group.
+`SingleTrial` (`train/single_trial.py`) makes an `OptimizerStep` at the first batch of each step that runs as shard units;
+where a trial resumes with an evaluation, the trial makes and closes a step without a batch. `Trial` (`train/trial.py`)
+closes the open step of a trial whose loader hangs. `TrialRehearsal` (`train/timing/fake_trial.py`) makes an `OptimizerStep`
+for each rehearsed step of a forecast. `GroupExecutor` (`fusion/group/group_executor.py`) makes the subclass `GroupStep`
+(`fusion/group/group_step.py`), the step of a fused group. The module must not know where blocks are or on which device a
+unit runs; `train/parallel/step_strategy.py` chooses how batches run together.
 
 Note: several batches. Batches run one after the other by default. Where the host has room for the values of all
 batches, batches run shard by shard (`train/parallel/batch_grouping.py`), so a shard is loaded once for all batches.
@@ -9,8 +13,9 @@ Where other devices are idle, batches run side by side (`train/parallel/parallel
 
 Note: order of updates. Where no rule needs all gradients first, a shard is updated right after its last backward, while
 parameters and gradients are on the device. Otherwise the updates follow all backward units, beginning with the first
-shard, whose parameters and gradients were the last on the device. The updates also come last where batches run one
-after the other and the data ends before the step is full, because the last batch was not known to be the last.
+shard, whose parameters and gradients were the last on the device. The updates also come last where whole batches run
+side by side (`DataParallelStep`), and where batches run one after the other and the data ends before the step is full,
+because the last batch was not known to be the last.
 
 Note: order of sums. The gradient of a parameter is summed batch after batch, in the order of the draws, whichever way
 the batches run; another order would change the last bits.
@@ -50,7 +55,7 @@ class OptimizerStep:
         accumulate: number of batches in a step.
         state: the trial's long-lived tensors.
         streams: the trial's random streams.
-        device: any device of the pool, for host memory.
+        device: any device of the pool; decides host memory, and how the streams of random numbers are moved and compared.
         gradients: the trial's rules for gradients.
         arrangement: the way in which the batches run together; None: one after the other.
     """

@@ -1,7 +1,8 @@
 """The plans of one trial: at least one for each kind of batch, made when the first batch of the kind arrives.
 
 `Trial` (`train/trial.py`) makes a `TrialPlanCache`, and `SingleTrial` (`train/single_trial.py`) looks up the plan of each
-batch or piece before the batch runs as shard units. A kind has further plans where other Python values, or answers of the
+batch or piece before the batch runs as shard units. `OwnCodeTrial` (`train/own_code_trial.py`) looks up a plan where the
+user's own code no longer fits the device. A kind has further plans where other Python values, or answers of the
 batch's own values, need another graph. The plans themselves come from `PlanLibrary` (`shard/partition/plan_cache.py`),
 which trials share. All calls come between two units of the trial.
 

@@ -2,9 +2,11 @@
 
 Trials that advance together end together. A pruner that compares with *completed* trials has nothing to compare with
 until the first trials end; where all trials of a search advance together, such a pruner never ends any. So such a search
-is staggered (`choose_admission`). The module counts trials, and drives nothing. `PoolStudy.optimize` (`pool_study.py`)
-asks before each search, and `run_sweep` (`sweep.py`) before each sweep of the command line. During a search
-`OptimizeDriver` (`driver.py`) applies the chosen `RunAheadRule` to each report.
+is staggered (`choose_admission`), unless the executor's `admission=` decides, or the search has several objectives or fewer
+than two trials for each device. The module counts trials, and drives nothing. `PoolStudy.optimize` (`pool_study.py`) asks
+before each search, and `run_sweep` (`sweep.py`) before each sweep of the command line. During a search `OptimizeDriver`
+(`driver.py`) applies the chosen `RunAheadRule` to each report of a trial that runs alone and has steps left. The thread
+that runs the search makes all these calls. Of devices the module must know only names and number.
 
 Note: trials that run ahead. Staggered trials end early, but an idle device still trains trials that the pruner cannot
 judge yet. The median pruner saves most if just the trials needed for comparison end first. So, until enough trials have
@@ -80,7 +82,8 @@ class AdmissionChoice:
     Args:
         why: for the log; None where the executor's option has decided.
         rule: which trials wait for the pruner; None: none.
-        staggered_from: trials of this search, in the order of asking, that are submitted as staggered; None: none.
+        staggered_from: number of the search's trials that are submitted before the staggered ones; 0: all trials are
+            staggered; None: no trial is submitted as staggered.
         first_wave: trials in flight until enough have completed, where trials may be fused; None: as many as later.
         first_groups: the most members of a group of the first wave, which has a group for each device.
     """

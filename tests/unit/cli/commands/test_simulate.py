@@ -199,6 +199,27 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     assert "pip install matplotlib" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "missing_module"),
+    [
+        (("--speeds", "1,0.5", "--optimum", 1), None),
+        (("--slow", "device0,1,0.5", "--optimum", 1), None),
+        (("--lose", "device0,1,2", "--optimum", 1), None),
+        (("--optimum", 1), "ortools.sat.python.cp_model"),
+        (("--plot", "x.png"), "matplotlib.figure"),
+    ],
+)
+def test_refusals_come_before_the_simulation(arguments, missing_module, monkeypatch):
+    def simulated(*_, **__):
+        pytest.fail("the command simulated")
+
+    monkeypatch.setattr("hydra_tune.cli.commands.simulate.simulate", simulated)
+    if missing_module is not None:
+        monkeypatch.setitem(sys.modules, missing_module, None)
+    result = call("--trials", 2, "--devices", 2, *arguments)
+    assert result.exit_code == 2, result.output
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     path = tmp_path_factory.mktemp("recorded") / "run.json"
