@@ -369,7 +369,10 @@ class GroupTrial(Trial):
 
     def _resize(self) -> None:
         """Change the number of slots, if a change is due and its plans are ready."""
-        size = self._sizes.wanted(len(self.seats), len(self._places.live), self._desk.waiting())
+        live = len(self._places.live)
+        if not live:
+            return  # vacant slots need a live member to stand for, so the joiners take the present slots first
+        size = self._sizes.wanted(len(self.seats), live, self._desk.waiting())
         if size == len(self.seats) or not self._desk.make_ready(size):
             return
         # Recorded steps and planned steps are made for the old size and hold its addresses.
