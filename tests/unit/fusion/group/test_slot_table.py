@@ -77,6 +77,26 @@ def test_a_member_that_comes_late_and_fails_leaves_the_others_bits():
         assert_bits(run, without, range(3))
 
 
+def test_state_that_a_member_brings_back_moves_with_the_groups_state():
+    """Of an optimizer that steps member by member: a block that goes to a GPU has to have the tensors."""
+    tasks = [small(seed=s, epochs=4, optimizer=partial(AdamW, lr=1e-2, amsgrad=True)) for s in range(3)]
+    apart = []
+
+    def before(run, unit):
+        if len(run.units) == 4:
+            run.seats[1].is_paused = True
+        if run.trial.state is not None:
+            held = run.trial.state.aliases()
+            entries = run.trial.state.optimizer.state.values()
+            apart.extend(key for one in entries for key, value in one.items() if id(value) not in held)
+
+    run = Run(tasks, before=before, back=8)
+    assert run.trial.seats[1] is run.seats[1]
+    assert not apart
+    for index, task in enumerate(tasks):
+        assert_as_plain(run, index, task)
+
+
 def test_a_stack_shrinks_and_grows_and_members_are_as_alone():
     """Four members, of which one is left; then five come."""
     tasks = [small(seed=s, epochs=20 if s == 2 else 1) for s in range(4)]
