@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.compile.batched_plan import is_traced, stacked_plan, trace_step
+from hydra_tune.fusion.compile.batched_plan import StackedPlanExecutor, is_traced, stacked_plan, trace_step
 from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.matching.plan_diff import MemberDifferences, likeness
 from hydra_tune.fusion.ragged.loss_heads import HeadAssignment
 from hydra_tune.fusion.ragged.masked_loss import MaskedReduction
+from hydra_tune.memory.pressure import is_out_of_memory
 from hydra_tune.shard.capture.batch import NumberedBatch
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.cost.pilot import ShardCost
@@ -233,7 +234,7 @@ class GroupPlanFactory:
         may_compile: bool = True,
         place: torch.device | None = None,
     ) -> None:
-        """Trace a group's plan, unless there is a trace already.
+        """Trace a group's plan, unless there is a trace already, or a trace has failed before.
 
         Args:
             prepared: the group's plan.
@@ -246,17 +247,23 @@ class GroupPlanFactory:
             place: the device to trace for; None: the CPU.
         """
         plan = prepared.plan
-        is_on_gpu = place is not None and place.type != "cpu"
-        if len(plan.shards) > 1 or is_traced(plan):
+        kind = "cpu" if place is None else place.type
+        is_on_gpu = kind != "cpu"
+        assert isinstance(plan.computing, StackedPlanExecutor), "not a group's plan"
+        # All devices wait for a trace, and a group asks again at each join.
+        if len(plan.shards) > 1 or is_traced(plan) or kind in plan.computing.untraceable:
             return
         backend = self._backend if may_compile and not is_on_gpu else None
         # Torch's tracing state belongs to the whole process, so a trace holds the gate alone, as a capture does.
         with GATE.exclusive():
             try:
                 tensors = [state[name] for name in plan.shards[0].graph.state]
-                trace_step(plan, tensors, inputs, count, backend, divisor, place)
+                is_untraceable = not trace_step(plan, tensors, inputs, count, backend, divisor, place)
             except Exception as error:  # noqa: BLE001 - an untraced step runs operator by operator
                 _LOGGER.info("a group's step is not traced: %s", error)
+                is_untraceable = not is_out_of_memory(error)
+        if is_untraceable:
+            plan.computing.untraceable.add(kind)
 
 
 def _compared(
