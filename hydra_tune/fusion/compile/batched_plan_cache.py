@@ -37,6 +37,7 @@ _LOGGER = logging.getLogger("hydra_tune.fusion")
 CUDA_GRAPHS = "cudagraphs"
 """Value of `backend` with which hydra-tune itself records steps as CUDA graphs (`cuda_graph_steps.py`)."""
 _MAX_KEPT = 64  # stacked plans of each kind of batch, and comparisons of groups
+_MAX_PAIRS = 4096  # compared pairs of architectures: each trial of a search over dropout has an architecture of its own
 
 
 class GroupPlanFactory:
@@ -56,8 +57,7 @@ class GroupPlanFactory:
         self._backend = None if self.records else backend
         self._library = library
         self._lock = threading.Lock()
-        self._alike: set[Hashable] = set()
-        self._unlike: dict[Hashable, str] = {}  # differences of pairs of architectures
+        self._compared: dict[Hashable, str] = {}  # differences of pairs of architectures; empty: alike
         self._likenesses: dict[tuple[PreparedPlan, ...], MemberDifferences] = {}  # by the plans of the members
         self._stacked: WeakKeyDictionary[PreparedPlan, dict[Hashable, PreparedPlan]] = WeakKeyDictionary()
 
@@ -164,22 +164,28 @@ class GroupPlanFactory:
         """
         if first.architecture == other.architecture:
             return
-        # Without the lock: additions are atomic, and threads that compare the same pair find the same.
         pair = (first.architecture, other.architecture)
-        if pair in self._alike:
-            return
-        if pair in self._unlike:
-            raise UnfusableError(self._unlike[pair])
+        difference = self._compared.get(pair)
+        if difference is None:
+            difference = self._difference(first, other)
+            with self._lock:
+                self._compared[pair] = difference
+                if len(self._compared) > _MAX_PAIRS:
+                    del self._compared[next(iter(self._compared))]
+        if difference:
+            raise UnfusableError(difference)
+
+    def _difference(self, first: MemberTrial, other: MemberTrial) -> str:
+        """Return the difference between two trials; empty: alike. Threads that compare the same pair find the same."""
         try:
             self._check_plans(first, other)
         except UnfusableError as error:
-            self._unlike[pair] = str(error)
-            raise
-        self._alike.add(pair)
+            return str(error)
+        return ""
 
     def are_known(self, first: Hashable, other: Hashable) -> bool:
         """Return whether trials of two architectures are known to be alike."""
-        return first == other or (first, other) in self._alike
+        return first == other or self._compared.get((first, other)) == ""
 
     def _check_plans(self, first: MemberTrial, other: MemberTrial) -> None:
         like: TrialStateLayout | None = None

@@ -187,6 +187,16 @@ def test_a_step_without_a_trace_is_traced_once_for_all_joins(monkeypatch, failur
     assert len(found) == attempts
 
 
+def test_comparisons_of_ever_new_architectures_are_kept_up_to_a_number(monkeypatch):
+    """A dropout from a range gives each trial an architecture of its own."""
+    monkeypatch.setattr(batched_plan_cache, "_MAX_PAIRS", 4)
+    monkeypatch.setattr(GroupPlanFactory, "_check_plans", lambda *_: None)
+    plans, first = GroupPlanFactory(None), SimpleNamespace(architecture=0)
+    for number in range(1, 10):
+        plans.check_alike(first, SimpleNamespace(architecture=number))
+    assert [number for number in range(1, 10) if plans.are_known(0, number)] == [6, 7, 8, 9]
+
+
 @pytest.mark.parametrize("name", ["cnn", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_step_of_several_shards_is_each_members_own(name):
     made = parity_bench(name)
