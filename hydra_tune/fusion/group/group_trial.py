@@ -339,7 +339,8 @@ class GroupTrial(Trial):
                 seat.member.identify(self._inputs)
             except UnfusableError as error:
                 raise GroupBatchError(f"{what} has changed: {error}") from error
-        self._architectures |= {seat.member.architecture for seat in stale_seats}
+        # A joiner is stale without a change of state, because the joiner was compared with the numbers as constants.
+        self._architectures |= {seat.member.architecture for seat in stale_seats if id(seat) in changed_seats}
         if len(self._architectures) > _MAX_STATES * len(self.seats):
             raise GroupBatchError(f"{what} has had {_MAX_STATES} values, and a group's step is captured for each")
         self._kinds.forget()
