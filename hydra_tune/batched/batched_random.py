@@ -69,9 +69,11 @@ class GroupGenerator(torch.Generator):
         return torch.stack([member.get_state() for member in self.members])
 
     def set_state(self, state: Tensor) -> "GroupGenerator":
-        """Restore the states of all members."""
-        for member, row in zip(self.members, state, strict=True):
-            member.set_state(row.clone())  # torch ignores a view's offset, so copy the row
+        """Restore the states of the members that draw."""
+        # Another member, here or in another group, may draw from the generator that a vacant slot holds.
+        for member, row, active in zip(self.members, state, self.active, strict=True):
+            if active:
+                member.set_state(row.clone())  # torch ignores a view's offset, so copy the row
         return self
 
     def turn(self, index: int) -> AbstractContextManager[None]:

@@ -43,7 +43,11 @@ def _numbers(value: Any) -> Any:
 
 
 def _steady(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return the options that no scheduler of torch changes; a scheduler of the user's own may change any option."""
+    """Return the options that no scheduler of torch changes.
+
+    A scheduler of the user's own may change any option. Plain steps read the present value, and a planned step refuses to
+    run with another value than the step was traced with (`UpdateTracer.rates`).
+    """
     # Cyclic schedulers move momentum or betas and leave these keys, so no option counts as steady then.
     if any(name in group for name in _OF_SCHEDULERS):
         return {}
@@ -67,12 +71,16 @@ class MemberRates:
         self._alike = {n: v for n, v in steady_options[0].items() if all(n in o and o[n] == v for o in steady_options)}
 
     @property
-    def key(self) -> Hashable:
-        """Hashable key of the options equal for all members from the start that no scheduler of torch changes.
+    def constants(self) -> dict[str, float | None]:
+        """The present values of the options that all members began with alike; None where the members have since parted."""
+        return {name: self.constant(name) for name in self._alike}
 
-        The key has the values of the start.
-        """
-        return tuple(sorted(self._alike.items()))
+    def constant(self, name: str) -> float | None:
+        """Return the present value of an option that all members began with alike and still share; None for others."""
+        if name not in self._alike:
+            return None
+        values = self(name)
+        return values[0] if values.count(values[0]) == len(values) else None
 
     def admits(self, group: Mapping[str, Any]) -> bool:
         """Return whether a member with the given options keeps the common options common."""

@@ -84,7 +84,8 @@ class StackedParameterUpdate:
 
         Some operators round differently for a float than for a tensor. So the result is a float only if all members
         began with the same value, and active members still agree: members that rest or end must not change the operators
-        of the others. A traced step (`planner/trace/optimizer_graph.py`) keeps such a float as a constant.
+        of the others. A traced step (`planner/trace/optimizer_graph.py`) keeps such a float as a constant, and refuses to
+        run once a scheduler of the user's own has changed the option.
         """
         group_rates = [
             self._of_active(rates.made((name, make), partial(_options, rates, name, make))) for rates in self._distinct

@@ -11,7 +11,9 @@ import shlex
 import click
 from click.core import ParameterSource
 
-_PASSWORD = re.compile(r"(://[^:/@\s]*):[^/\s]*@")
+# SQLAlchemy takes everything before the first "@" as the password, also slashes. A password may have an "@" that the user
+# has not escaped, so the mask reaches to the last "@" before the next slash.
+_PASSWORD = re.compile(r"(://[^:/@\s]*):[^@\s]*@(?:[^/\s]*@)?")
 _ONCE = frozenset({"resume", "as_json", "no_live", "event_log", "timeline"})  # of one run, not of the sweep
 
 

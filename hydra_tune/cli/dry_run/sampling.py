@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Mapping
 
-from hydra_tune.cli.sweep_file.domains import ChoiceDomain, Domain, IntDomain, Scalar
+from hydra_tune.cli.sweep_file.domains import ChoiceDomain, Domain, FloatDomain, IntDomain, Scalar, grid_count
 
 
 def sample(parameters: Mapping[str, Domain], count: int, seed: int) -> list[dict[str, Scalar]]:
@@ -48,16 +48,16 @@ def _at(domain: Domain, place: float) -> Scalar:
     if isinstance(domain, ChoiceDomain):
         # `place` is below 1, so the index stays below the length.
         return domain.values[int(place * len(domain.values))]
-    if isinstance(domain, IntDomain) and not domain.log:
-        values = domain.grid()
-        return values[int(place * len(values))]
-    if isinstance(domain, IntDomain):
+    if isinstance(domain, IntDomain) and domain.log:
         # Powers of e and their rounding may end just outside the limits.
         return min(domain.high, max(domain.low, round(_between(domain.low, domain.high, place, log=True))))
-    steps = domain.grid()
-    if steps is not None:
-        return steps[int(place * len(steps))]
-    return domain.settle(_between(domain.low, domain.high, place, log=domain.log))
+    if isinstance(domain, FloatDomain) and domain.step is None:
+        return domain.settle(_between(domain.low, domain.high, place, log=domain.log))
+    values, count = domain.grid(), grid_count(domain)
+    assert values is not None
+    assert count is not None, "the range has steps"
+    # For large counts the product may round up to the count.
+    return values[min(count - 1, int(place * count))]
 
 
 def _between(low: float, high: float, place: float, *, log: bool) -> float:

@@ -96,7 +96,7 @@ def find_runs(
             parts[key].logs.append(log)
         elif storage is None and key not in parts:
             parts[key] = _RunParts(logs=[log])
-    runs = [_record(part) for part in parts.values()]
+    runs = [_record(part, folder) for part in parts.values()]
     return sorted(runs, key=lambda run: run.started_at.timestamp() if run.started_at else 0.0, reverse=True), notes
 
 
@@ -314,13 +314,13 @@ def _is_of_study(log: RunState, part: _RunParts) -> bool:
     return started_at is None or log.started_at.timestamp() >= started_at.timestamp() - _CLOCK_SECONDS
 
 
-def _record(part: _RunParts) -> SweepRunRecord:
+def _record(part: _RunParts, folder: Path) -> SweepRunRecord:
     logs = sorted(part.logs, key=lambda log: log.started_at)
     log = logs[-1] if logs else None
     facts = {} if log is None else log.sweep
     spec, record = part.spec, part.record
     study = record.name if record is not None else facts.get("study") if facts.get("storage") else None
-    lock = None if study is None else _sweep_folder(part, facts, study)
+    lock = None if study is None else _sweep_folder(part, facts, study, folder)
     is_alive = (log is not None and log.is_alive and not log.is_ended) or (lock is not None and is_locked(lock))
     trials = _trials(part, logs)
     planned = facts.get("planned") or (None if spec is None else _planned(spec))
@@ -351,9 +351,10 @@ def _record(part: _RunParts) -> SweepRunRecord:
     return replace(run, next_step=_next_step(run, part, facts))
 
 
-def _sweep_folder(part: _RunParts, facts: Mapping[str, Any], study: str) -> Path | None:
+def _sweep_folder(part: _RunParts, facts: Mapping[str, Any], study: str, searched: Path) -> Path | None:
     """Folder of the sweep, whose lock a running sweep holds; None without checkpoints, or before the first of them."""
-    folder = Path(facts["folder"]) if facts else Path.cwd()
+    # Without a log, a path in a sweep file counts from the searched folder, as that of the storage does (`find_runs`).
+    folder = Path(facts["folder"]) if facts else searched
     name = facts.get("checkpoint_dir") or (None if part.spec is None else part.spec.checkpoint_dir)
     path = None if name is None else sweep_path(folder / name, study)
     return path if path is not None and path.is_dir() else None

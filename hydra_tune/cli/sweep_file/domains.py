@@ -106,11 +106,11 @@ def multiples_within(low: float, high: float, multiple: float) -> tuple[int, int
 
 def grid_size(parameters: Mapping[str, Domain]) -> int:
     """Number of points of a grid; parameters without finitely many values do not count."""
-    return math.prod(count for domain in parameters.values() if (count := _grid_count(domain)) is not None)
+    return math.prod(count for domain in parameters.values() if (count := grid_count(domain)) is not None)
 
 
-def _grid_count(domain: Domain) -> int | None:
-    """Length of `domain.grid()`, also beyond what `len` can return."""
+def grid_count(domain: Domain) -> int | None:
+    """Length of `domain.grid()`, also beyond what `len` can return; None for a range without a step."""
     match domain:
         case IntDomain():
             return (domain.high - domain.low) // domain.step + 1

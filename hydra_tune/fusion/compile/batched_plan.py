@@ -63,10 +63,12 @@ class StackedPlanExecutor:
     Attributes:
         traces: traces of combined forward and backward, by the first node of the shard.
         forwards: traces of forwards without gradients, likewise.
+        untraceable: types of devices for which the plan has no trace, because an attempt has failed.
     """
 
     traces: dict[int, JointTrace] = field(default_factory=dict)
     forwards: dict[int, ForwardTrace] = field(default_factory=dict)
+    untraceable: set[str] = field(default_factory=set)
 
     def forward(
         self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str] | None = None

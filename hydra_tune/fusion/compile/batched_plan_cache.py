@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.compile.batched_plan import is_traced, stacked_plan, trace_step
+from hydra_tune.fusion.compile.batched_plan import StackedPlanExecutor, is_traced, stacked_plan, trace_step
 from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.matching.plan_diff import MemberDifferences, likeness
 from hydra_tune.fusion.ragged.loss_heads import HeadAssignment
 from hydra_tune.fusion.ragged.masked_loss import MaskedReduction
+from hydra_tune.memory.pressure import is_out_of_memory
 from hydra_tune.shard.capture.batch import NumberedBatch
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.cost.pilot import ShardCost
@@ -36,6 +37,7 @@ _LOGGER = logging.getLogger("hydra_tune.fusion")
 CUDA_GRAPHS = "cudagraphs"
 """Value of `backend` with which hydra-tune itself records steps as CUDA graphs (`cuda_graph_steps.py`)."""
 _MAX_KEPT = 64  # stacked plans of each kind of batch, and comparisons of groups
+_MAX_PAIRS = 4096  # compared pairs of architectures: each trial of a search over dropout has an architecture of its own
 
 
 class GroupPlanFactory:
@@ -55,8 +57,7 @@ class GroupPlanFactory:
         self._backend = None if self.records else backend
         self._library = library
         self._lock = threading.Lock()
-        self._alike: set[Hashable] = set()
-        self._unlike: dict[Hashable, str] = {}  # differences of pairs of architectures
+        self._compared: dict[Hashable, str] = {}  # differences of pairs of architectures; empty: alike
         self._likenesses: dict[tuple[PreparedPlan, ...], MemberDifferences] = {}  # by the plans of the members
         self._stacked: WeakKeyDictionary[PreparedPlan, dict[Hashable, PreparedPlan]] = WeakKeyDictionary()
 
@@ -163,22 +164,28 @@ class GroupPlanFactory:
         """
         if first.architecture == other.architecture:
             return
-        # Without the lock: additions are atomic, and threads that compare the same pair find the same.
         pair = (first.architecture, other.architecture)
-        if pair in self._alike:
-            return
-        if pair in self._unlike:
-            raise UnfusableError(self._unlike[pair])
+        difference = self._compared.get(pair)
+        if difference is None:
+            difference = self._difference(first, other)
+            with self._lock:
+                self._compared[pair] = difference
+                if len(self._compared) > _MAX_PAIRS:
+                    del self._compared[next(iter(self._compared))]
+        if difference:
+            raise UnfusableError(difference)
+
+    def _difference(self, first: MemberTrial, other: MemberTrial) -> str:
+        """Return the difference between two trials; empty: alike. Threads that compare the same pair find the same."""
         try:
             self._check_plans(first, other)
         except UnfusableError as error:
-            self._unlike[pair] = str(error)
-            raise
-        self._alike.add(pair)
+            return str(error)
+        return ""
 
     def are_known(self, first: Hashable, other: Hashable) -> bool:
         """Return whether trials of two architectures are known to be alike."""
-        return first == other or (first, other) in self._alike
+        return first == other or self._compared.get((first, other)) == ""
 
     def _check_plans(self, first: MemberTrial, other: MemberTrial) -> None:
         like: TrialStateLayout | None = None
@@ -233,7 +240,7 @@ class GroupPlanFactory:
         may_compile: bool = True,
         place: torch.device | None = None,
     ) -> None:
-        """Trace a group's plan, unless there is a trace already.
+        """Trace a group's plan, unless there is a trace already, or a trace has failed before.
 
         Args:
             prepared: the group's plan.
@@ -246,17 +253,23 @@ class GroupPlanFactory:
             place: the device to trace for; None: the CPU.
         """
         plan = prepared.plan
-        is_on_gpu = place is not None and place.type != "cpu"
-        if len(plan.shards) > 1 or is_traced(plan):
+        kind = "cpu" if place is None else place.type
+        is_on_gpu = kind != "cpu"
+        assert isinstance(plan.computing, StackedPlanExecutor), "not a group's plan"
+        # All devices wait for a trace, and a group asks again at each join.
+        if len(plan.shards) > 1 or is_traced(plan) or kind in plan.computing.untraceable:
             return
         backend = self._backend if may_compile and not is_on_gpu else None
         # Torch's tracing state belongs to the whole process, so a trace holds the gate alone, as a capture does.
         with GATE.exclusive():
             try:
                 tensors = [state[name] for name in plan.shards[0].graph.state]
-                trace_step(plan, tensors, inputs, count, backend, divisor, place)
+                is_untraceable = not trace_step(plan, tensors, inputs, count, backend, divisor, place)
             except Exception as error:  # noqa: BLE001 - an untraced step runs operator by operator
                 _LOGGER.info("a group's step is not traced: %s", error)
+                is_untraceable = not is_out_of_memory(error)
+        if is_untraceable:
+            plan.computing.untraceable.add(kind)
 
 
 def _compared(

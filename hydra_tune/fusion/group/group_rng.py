@@ -4,8 +4,8 @@
 evaluation; each unit of the group that draws random numbers (`group_step.py`, `multi_step_unit.py`,
 `fusion/runtime/paired_unit.py`) enters `drawing`.
 
-Note: a slot that is not active must draw nothing. Streams belong to the members, and a vacant slot holds the streams of a
-member that may draw elsewhere (`vacant` in `slot.py`).
+Note: a slot that is not active must draw nothing and write no state back. Streams belong to the members, and a vacant slot
+holds the streams of a member that may draw in another slot or elsewhere (`vacant` in `slot.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,10 +54,11 @@ class GroupStreams(RandomStreams):
         return [member.mark() for member in self._members], turns
 
     def go_back(self, mark: Any) -> None:
-        """Restore the states of all streams from a mark."""
+        """Restore the states of the active members' streams from a mark."""
         marks, turns = mark
-        for member, member_mark in zip(self._members, marks, strict=True):
-            member.go_back(member_mark)
+        for member, member_mark, active in zip(self._members, marks, self.active, strict=True):
+            if active:
+                member.go_back(member_mark)
         if self._turns is not None and turns is not None:  # otherwise leaving the context would keep the draws
             self._turns.set_state(turns)
 
@@ -100,8 +101,9 @@ class GroupStreams(RandomStreams):
             finally:
                 self._turns = None
                 if keep:
-                    for member, state in zip(self._members, group.states, strict=True):
-                        member.keep_gpu_state(state)
+                    for member, state, active in zip(self._members, group.states, group.active, strict=True):
+                        if active:
+                            member.keep_gpu_state(state)
 
 
 @dataclass(frozen=True, slots=True)

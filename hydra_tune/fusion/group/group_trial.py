@@ -339,7 +339,8 @@ class GroupTrial(Trial):
                 seat.member.identify(self._inputs)
             except UnfusableError as error:
                 raise GroupBatchError(f"{what} has changed: {error}") from error
-        self._architectures |= {seat.member.architecture for seat in stale_seats}
+        # A joiner is stale without a change of state, because the joiner was compared with the numbers as constants.
+        self._architectures |= {seat.member.architecture for seat in stale_seats if id(seat) in changed_seats}
         if len(self._architectures) > _MAX_STATES * len(self.seats):
             raise GroupBatchError(f"{what} has had {_MAX_STATES} values, and a group's step is captured for each")
         self._kinds.forget()
@@ -369,7 +370,10 @@ class GroupTrial(Trial):
 
     def _resize(self) -> None:
         """Change the number of slots, if a change is due and its plans are ready."""
-        size = self._sizes.wanted(len(self.seats), len(self._places.live), self._desk.waiting())
+        live = len(self._places.live)
+        if not live:
+            return  # vacant slots need a live member to stand for, so the joiners take the present slots first
+        size = self._sizes.wanted(len(self.seats), live, self._desk.waiting())
         if size == len(self.seats) or not self._desk.make_ready(size):
             return
         # Recorded steps and planned steps are made for the old size and hold its addresses.

@@ -22,9 +22,11 @@ Where another thread copies, the time that the computing thread needs for a hand
 Note: lock. `SubArrayProfiler` measures under its lock, so other threads wait as long as a profile takes.
 """
 
+import hashlib
 import statistics
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,6 +48,7 @@ WHOLE_PASSES = 2
 """Passes over the whole step after each run, where the host's time counts."""
 
 _LOOKS = 31
+_MAX_KEPT = 256  # profiles: a search over widths makes new graphs for as long as the pool lives
 
 
 class CpuClock:
@@ -162,7 +165,7 @@ class GraphMeasurements:
 class SubArrayProfiler:
     """Measures each graph once for each device, and reports operators' seconds at the pace of the device's first graph.
 
-    Profiles are kept as long as the profiler, for every graph.
+    The profiles that were asked for last are kept; a graph with a dropped profile is measured again.
 
     Args:
         clock: device -> clock; None: chosen by the kind of the device.
@@ -177,7 +180,7 @@ class SubArrayProfiler:
         self._hand, self._hands = hand, dict[str, float]()
         self._paces: dict[str, float] = {}
         self._clock = clock or (lambda device: CudaClock(device) if device.type == "cuda" else CpuClock())
-        self._known: dict[tuple[str, str], GraphMeasurements] = {}
+        self._known: OrderedDict[tuple[str, str], GraphMeasurements] = OrderedDict()  # the last asked for at the end
         self._lock = threading.Lock()
 
     def array(self, name: str, step: StepGraph, device: torch.device) -> SubArrayProfile:
@@ -191,13 +194,16 @@ class SubArrayProfiler:
         with self._lock:
             # The lock is held while measuring, so that no graph is measured twice and profiles do not disturb each
             # other.
-            key = _text_of(step), str(device)
+            key = _key_of(step), str(device)
             if key not in self._known:
                 if str(device) not in self._hands:
                     self._hands[str(device)] = self._hand(device)
                 measurements = measured(step, device, self._clock(device))
                 pace = self._paces.setdefault(str(device), measurements.pace_seconds)
                 self._known[key] = replace(measurements.at_pace(pace), hand_seconds=self._hands[str(device)])
+                if len(self._known) > _MAX_KEPT:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(key)
             return array_of(name, step, self._known[key])
 
     def knows(self, step: StepGraph, device: torch.device) -> bool:
@@ -208,7 +214,7 @@ class SubArrayProfiler:
             device: where the graph runs.
         """
         with self._lock:
-            return (_text_of(step), str(device)) in self._known
+            return (_key_of(step), str(device)) in self._known
 
     def pace_seconds(self, device: torch.device) -> float:
         """Seconds of `CpuPaceMeter` to which a device's times refer; 0 before any graph, and where the host times nothing.
@@ -367,10 +373,10 @@ def _is_view(step: StepGraph, node: fx.Node) -> bool:
     return not step.seen.makes[node.name] and not step.seen.writes[node.name]
 
 
-def _text_of(step: StepGraph) -> str:
-    # The text of a graph has no geometry, and the geometry decides the times.
+def _key_of(step: StepGraph) -> str:
+    # The text of a graph has no geometry, and the geometry decides the times. A hash, because the text may be long.
     shapes = {name: (tensor.dtype, tuple(tensor.shape), tensor.stride()) for name, tensor in step.geometry.items()}
-    return f"{step.graph}{shapes}"
+    return hashlib.sha256(f"{step.graph}{shapes}".encode()).hexdigest()
 
 
 def _event() -> torch.cuda.Event:

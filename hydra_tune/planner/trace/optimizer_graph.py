@@ -5,9 +5,9 @@ derives from the members' options. To ask for the rates of a step, this module r
 for each parameter group. An option that counts as steady (`batched/hyperparameters.py`: no learning rate, and nothing
 where a scheduler cycles the momentum) becomes a constant of the graph if all members began with the same value. The
 unplanned step also computes with a number then, and numbers may round differently from tensors. The unplanned step
-reads the number at each step, but the graph keeps the number of the trace. `step_graph.py` traces the updates while a
-step's graph is built, and `StepStateBinding` (`fusion/runtime/step_arguments.py`) asks for the rates as each planned
-step begins.
+reads the number at each step, but the graph keeps the number of the trace. So `UpdateTracer.rates` refuses a step for
+which a scheduler of the user's own has changed such a number. `step_graph.py` traces the updates while a step's graph is
+built, and `StepStateBinding` (`fusion/runtime/step_arguments.py`) asks for the rates as each planned step begins.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -56,11 +56,21 @@ _NOTHING: Any = _UnreadTensor()
 
 
 class _SingleParameterUpdate(StackedParameterUpdate):
-    """Step of a single parameter with existing state; `ask` turns the members' numbers into rates."""
+    """Step of a single parameter with existing state; `ask` turns the members' numbers into rates.
+
+    Attributes:
+        options: the options that the step has asked for.
+    """
 
     def __init__(self, ask: Callable[[Sequence[float], Any], Any], *given: Any) -> None:
         self._ask = ask
+        self.options: list[str] = []
         super().__init__(*given)
+
+    @override
+    def option(self, name: str, make: Callable[[float], float] = float) -> Numbers:
+        self.options.append(name)
+        return super().option(name, make)
 
     def numbers(self, key: Hashable, make: Callable[[MemberRates], Sequence[float]]) -> Numbers:
         """As of `StackedParameterUpdate`, and never a constant; but a momentum that is 0 has no state and no operators."""
@@ -158,6 +168,9 @@ class UpdateTracer:
         self._update = update_of(first)
         new_rates = [MemberRates([m.param_groups[g] for m in members]) for g in range(len(first.param_groups))]
         self._rates = new_rates if rates is None else rates
+        for group_rates in self._rates:
+            group_rates.read()
+        self._constants = [group_rates.constants for group_rates in self._rates]
         self._switches = [
             {name: bool(group[name]) for name in _SWITCHES if name in group} for group in first.param_groups
         ]
@@ -167,7 +180,9 @@ class UpdateTracer:
     @property
     def key(self) -> Hashable:
         """Key of the updates: tracers with equal keys trace the same updates."""
-        groups = [(rates.key, self._state_names(number)) for number, rates in enumerate(self._rates)]
+        groups = [
+            (tuple(sorted(held.items())), self._state_names(number)) for number, held in enumerate(self._constants)
+        ]
         return self._update, str(self._switches), tuple(groups)
 
     def traced(self, group: int, like: Tensor, mode: FakeTensorMode, *, is_clipped: bool = False) -> TracedUpdate:
@@ -241,13 +256,31 @@ class UpdateTracer:
         self._rates[group].read()
         # The stand-ins make the tensor arithmetic free, and only the requests for rates remain.
         state = dict.fromkeys(self._state_names(group), _NOTHING)
-        self._step(group, _NOTHING, _flat(_NOTHING), _flat(_NOTHING), state, steps, ask, begun)
+        options = self._step(group, _NOTHING, _flat(_NOTHING), _flat(_NOTHING), state, steps, ask, begun)
+        self._check_constants(group, options)
         if len(requested_rates) != self._num_rates.get(group, len(requested_rates)):
             raise UnfusableError(
                 f"its optimizer now takes {len(requested_rates)} rates, and the traced step {self._num_rates[group]}: an "
                 "option that selects the optimizer's operators has changed; it runs unplanned"
             )
         return requested_rates
+
+    def _check_constants(self, group: int, options: Sequence[str]) -> None:
+        """Refuse a step with another value of an option than the constant of the traced step.
+
+        Raises:
+            UnfusableError: as said.
+        """
+        rates = self._rates[group]
+        for name in options:
+            held = self._constants[group].get(name)
+            if rates.constant(name) != held:
+                present = ", ".join(map(str, dict.fromkeys(rates(name))))
+                traced = "takes a number for each trial" if held is None else f"holds {held} as a constant"
+                raise UnfusableError(
+                    f"its optimizer now has {name} {present}, and the traced step {traced}: a scheduler has changed the "
+                    "option, or a trial with another kind of scheduler has joined; it runs unplanned"
+                )
 
     def _step(
         self,
@@ -259,7 +292,8 @@ class UpdateTracer:
         steps: Sequence[int],
         ask: Callable[[Sequence[float], Any], Any],
         begun: Sequence[bool] | None = None,
-    ) -> None:
+    ) -> list[str]:
+        """Run the update of a parameter, and return the options that the update has asked for."""
         counts = {"steps": list(steps), "begun": [step > 0 for step in steps] if begun is None else list(begun)}
         everybody = [True] * self.count
         update_arguments: tuple[Any, ...] = (
@@ -272,7 +306,9 @@ class UpdateTracer:
             self._switches[group],
             everybody,
         )
-        self._update(_SingleParameterUpdate(ask, *update_arguments))
+        update = _SingleParameterUpdate(ask, *update_arguments)
+        self._update(update)
+        return update.options
 
     def _first(self, group: int, p: Tensor) -> dict[str, Tensor]:
         self._rates[group].read()

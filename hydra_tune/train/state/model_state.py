@@ -364,6 +364,7 @@ class ModelState(TensorGroups):
         """
         for name, entries in saved.items():
             self.optimizer.state[self.tensors[name]] = {**self.optimizer.state.get(self.tensors[name], {}), **entries}
+        self._put_in_places(saved)
         if self._runs_own_code:
             self._group_saved_state(saved, device)
             return
@@ -381,6 +382,28 @@ class ModelState(TensorGroups):
             }
             if group_tensors:
                 self._group_optimizer_state(names, group_tensors, device)
+
+    def _put_in_places(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write state into the tensors of the groups that held such state before.
+
+        A member that joins with state follows a member of the fused group that has left.
+        """
+        values: dict[int, Tensor] = {}
+        for name, entries in saved.items():
+            for key, value in entries.items():
+                earlier_tensor = self._adopted.pop((name, key), None)
+                if earlier_tensor is None or not isinstance(value, Tensor):
+                    continue
+                if (earlier_tensor.shape, earlier_tensor.dtype) == (value.shape, value.dtype):
+                    values[id(earlier_tensor)] = value
+                    self._adopted[name, key] = self.optimizer.state[self.tensors[name]][key] = earlier_tensor
+
+        def write(tensor: Tensor) -> None:
+            if id(tensor) in values:
+                tensor.copy_(values[id(tensor)])
+
+        if values:
+            self.rewrite(write)
 
     def _group_optimizer_state(
         self, names: tuple[str, ...], state: dict[tuple[str, str], Tensor], device: Device

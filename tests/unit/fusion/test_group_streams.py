@@ -47,3 +47,35 @@ def test_a_mark_from_between_two_units_is_where_they_go_back_to(device):
     streams.go_back(mark)
     with streams.drawing(device, keep=True):
         assert draw() == first
+
+
+def test_a_vacant_slot_takes_no_draw_of_its_member_back(device):
+    """A vacant slot holds the streams of a member that draws in another slot."""
+    first, second = RandomStreams(1), RandomStreams(2)
+    streams = GroupStreams([first, second, first])
+    streams.active = [True, True, False]
+    draws = []
+    for _ in range(3):
+        with streams.drawing(device, keep=True):
+            draws.append(draw()[0])
+    alone = GroupStreams([RandomStreams(1)])
+    for drawn in draws:
+        with alone.drawing(device, keep=True):
+            assert draw() == [drawn]
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_a_slot_that_does_not_draw_leaves_a_member_that_draws_elsewhere(device, host):
+    """A member that has left its slot draws elsewhere while the group recomputes, or repeats a unit."""
+    left, place = RandomStreams(2), None if host else device
+    streams = GroupStreams([RandomStreams(1), left])
+    streams.active = [True, False]
+    mark = streams.mark()
+    with streams.drawing(place, keep=False):
+        with left.drawing(None, keep=True):
+            torch.rand(3)
+        left.keep_gpu_state(torch.Generator().manual_seed(3).get_state())
+        after = left.state()
+    streams.go_back(mark)
+    assert left.state()["torch"].equal(after["torch"])
+    assert left.state()["gpu"].equal(after["gpu"])

@@ -41,6 +41,8 @@ def test_the_command_has_what_was_typed_and_belongs_to_the_sweep(tmp_path):
     ("url", "shown"),
     [
         ("mysql+pymysql://u:p@ss@h/db", "mysql+pymysql://u:***@h/db"),
+        ("postgresql://u:pa/ss@h/db", "postgresql://u:***@h/db"),
+        ("postgresql://u:p@h/db?options=a@b", "postgresql://u:***@h/db?options=a@b"),
         ("postgresql://u@h/db", "postgresql://u@h/db"),
         ("sqlite:///a:b@c.db", "sqlite:///a:b@c.db"),
     ],

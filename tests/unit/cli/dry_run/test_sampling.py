@@ -38,6 +38,13 @@ def test_ranges_are_spread_from_end_to_end():
     assert Counter(point["rate"] for point in points) == dict.fromkeys((0.0, 0.1, 0.2, 0.3, 0.4), 4)
 
 
+def test_ranges_of_more_values_than_a_list_can_have_are_drawn_from():
+    seed, fine = IntDomain(low=0, high=2**64 - 1), FloatDomain(low=0.0, high=1.0, step=1e-20)
+    for point in sample({"seed": seed, "fine": fine}, 4, seed=0):
+        assert 0 <= point["seed"] < 2**64
+        assert 0 <= point["fine"] <= 1
+
+
 def test_the_same_seed_gives_the_same_points_and_another_one_others():
     assert sample(SPACE, 5, seed=3) == sample(SPACE, 5, seed=3)
     assert sample(SPACE, 5, seed=3) != sample(SPACE, 5, seed=4)

@@ -7,6 +7,7 @@ import optuna
 import pytest
 from rich.console import Console
 
+from hydra_tune.checkpoint.sweep_folder import sweep_path
 from hydra_tune.cli.inspect.run_output import print_status
 from hydra_tune.cli.inspect.run_scan import find_run, find_runs, runs_at
 from hydra_tune.cli.inspect.sweep_run_record import phase_of
@@ -214,3 +215,18 @@ def test_a_recovery_of_weights_leaves_the_metrics_of_all_trials(folder, reports)
             log.sweep(what="ended", number=1, state="completed", value=0.5, params={}, error=None)
         log.close()
     assert [trial.metrics for trial in find_run("first", None).trials] == [{"train_loss": 0.0}, {"train_loss": 1.0}]
+
+
+def test_the_checkpoints_of_a_sweep_without_a_log_lie_in_the_folder_of_the_sweep(folder, monkeypatch):
+    """The command looks from elsewhere, and a trial was under way when its process was killed."""
+    place, elsewhere = folder / "sweep", folder / "elsewhere"
+    elsewhere.mkdir()
+    sweep_path(place / "checkpoints", "first").mkdir(parents=True)
+    (place / "space.yaml").write_text(
+        "name: first\ntask: a:b\nmetric: {name: loss}\nrun_cap: 2\n"
+        "hydra: {storage: 'sqlite:///trials.db', checkpoint_dir: checkpoints}\n"
+    )
+    optuna.create_study(study_name="first", storage=f"sqlite:///{place}/trials.db").ask()
+    monkeypatch.chdir(elsewhere)
+    (run,) = find_runs(place)[0]
+    assert run.phase == "interrupted"

@@ -1,6 +1,7 @@
 """A group's plan gives each member the losses, gradients and buffers that it has alone, whole, cut or traced."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from hydra_tune.devices.cpu import DefaultCpuGenerator
 from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.batching.batched_graph import StackedGraph
+from hydra_tune.fusion.compile import batched_plan_cache
 from hydra_tune.fusion.compile.batched_plan import stacked_plan, trace_step
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory
 from hydra_tune.shard.execute import compute
 from hydra_tune.shard.execute.chain import ShardChain, parameter_gradient_key
 from hydra_tune.shard.execute.compute import ShardOperands
@@ -160,6 +163,38 @@ def test_a_traced_evaluation_has_each_members_own_metrics(name, place):
 @pytest.mark.parametrize("name", ["mlp_native", pytest.param("cnn_dropout", marks=pytest.mark.slow)])
 def test_a_step_whose_numbers_cannot_be_drawn_beforehand_is_each_members_own(name):
     compare(parity_bench(name))
+
+
+@pytest.mark.parametrize(
+    ("failure", "attempts"),
+    [(None, 1), (RuntimeError("no trace"), 1), (torch.OutOfMemoryError("out of memory"), 3)],
+)
+def test_a_step_without_a_trace_is_traced_once_for_all_joins(monkeypatch, failure, attempts):
+    """Each trace halts all devices; one that has failed for lack of memory may succeed later."""
+    made, found = parity_bench("mlp"), []
+
+    def trace(*_):
+        found.append(1)
+        if failure is not None:
+            raise failure
+        return False
+
+    monkeypatch.setattr(batched_plan_cache, "trace_step", trace)
+    prepared = SimpleNamespace(plan=stacked_plan(made.plan(), MEMBERS))
+    state = {name: torch.stack([tensor.detach()] * MEMBERS) for name, tensor in made.state.items()}
+    for _ in range(3):
+        GroupPlanFactory(None).trace(prepared, state, (), MEMBERS)
+    assert len(found) == attempts
+
+
+def test_comparisons_of_ever_new_architectures_are_kept_up_to_a_number(monkeypatch):
+    """A dropout from a range gives each trial an architecture of its own."""
+    monkeypatch.setattr(batched_plan_cache, "_MAX_PAIRS", 4)
+    monkeypatch.setattr(GroupPlanFactory, "_check_plans", lambda *_: None)
+    plans, first = GroupPlanFactory(None), SimpleNamespace(architecture=0)
+    for number in range(1, 10):
+        plans.check_alike(first, SimpleNamespace(architecture=number))
+    assert [number for number in range(1, 10) if plans.are_known(0, number)] == [6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("name", ["cnn", pytest.param("gpt2", marks=pytest.mark.slow)])

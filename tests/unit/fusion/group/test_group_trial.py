@@ -138,6 +138,18 @@ def test_members_that_end_apart_and_report_apart_are_as_alone():
         assert_as_plain(run, index, task)
 
 
+def test_more_trials_than_slots_join_where_all_members_have_ended():
+    """The joiners take the slots first, and then the group grows for the others."""
+    tasks = [small(seed=seed, epochs=1) for seed in range(2)] + [small(seed=seed) for seed in range(2, 5)]
+    num_units = len(Run(tasks[:2], waits=False).units)
+    run = Run(tasks[:2], waits=False, most=8, later=[(num_units, task) for task in tasks[2:]])
+    assert [seat.status for seat in run.seats] == ["completed"] * 5
+    assert run.sizes[num_units] == 2
+    assert run.sizes[-1] == 4
+    for index, task in enumerate(tasks):
+        assert_as_plain(run, index, task)
+
+
 def test_a_member_that_is_pruned_leaves_the_others_bits():
     tasks = [small(seed=s, optimizer=partial(SGD, lr=0.05, momentum=0.9)) for s in range(3)]
     healthy = Run(tasks)

@@ -1,13 +1,16 @@
 """Members that come late, go early, or go and come back, leave all others as they were."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 from torch.optim import SGD, Adagrad, AdamW, RMSprop, lr_scheduler
 from torch.utils.data import TensorDataset
 
-from hydra_tune.fusion.group import multi_step_unit
+from hydra_tune.fusion.group import group_trial, multi_step_unit
 from hydra_tune.fusion.group.member import MemberTrial
 from tests.unit.fusion.group.test_group_trial import X, Y, small
 from tests.unit.fusion.groups import Run, assert_as_plain
@@ -75,6 +78,52 @@ def test_a_member_that_comes_late_and_fails_leaves_the_others_bits():
         run = Run(tasks, later=[(9, small(seed=7, **changes))])
         assert [seat.status for seat in run.seats] == ["completed"] * 3 + ["failed"]
         assert_bits(run, without, range(3))
+
+
+def test_state_that_a_member_brings_back_moves_with_the_groups_state():
+    """Of an optimizer that steps member by member: a block that goes to a GPU has to have the tensors."""
+    tasks = [small(seed=s, epochs=4, optimizer=partial(AdamW, lr=1e-2, amsgrad=True)) for s in range(3)]
+    apart = []
+
+    def before(run, unit):
+        if len(run.units) == 4:
+            run.seats[1].is_paused = True
+        if run.trial.state is not None:
+            held = run.trial.state.aliases()
+            entries = run.trial.state.optimizer.state.values()
+            apart.extend(key for one in entries for key, value in one.items() if id(value) not in held)
+
+    run = Run(tasks, before=before, back=8)
+    assert run.trial.seats[1] is run.seats[1]
+    assert not apart
+    for index, task in enumerate(tasks):
+        assert_as_plain(run, index, task)
+
+
+def annealed(dropout, **changes):
+    """A task with a dropout of its own, whose step reads a number that changes at each step."""
+    schedule = SimpleNamespace(weight=0.0)
+
+    def train():
+        for step in range(3):
+            schedule.weight = 0.5 * step
+            yield X[8 * step : 8 * step + 8], Y[8 * step : 8 * step + 8]
+
+    return small(
+        model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.Linear(8, 4)).double(),
+        step=lambda module, batch: functional.cross_entropy(module(batch[0]), batch[1]) * (1 + schedule.weight),
+        **{"train": train, "loss": None, "batch_size": None, "validate": None, **changes},
+    )
+
+
+def test_members_that_join_do_not_count_as_values_of_the_state(monkeypatch):
+    """Each has an architecture of its own, by its dropout."""
+    monkeypatch.setattr(group_trial, "_MAX_STATES", 3)
+    tasks = [annealed(0.1 + 0.05 * number, seed=number, epochs=1 if number else 9) for number in range(7)]
+    run = Run(tasks[:2], waits=False, later=[(0, task) for task in tasks[2:]])
+    assert [seat.status for seat in run.seats] == ["completed"] * 7
+    for index, task in enumerate(tasks[:3]):
+        assert_as_plain(run, index, task)
 
 
 def test_a_stack_shrinks_and_grows_and_members_are_as_alone():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hydra_tune.errors import UnfusableError
+from hydra_tune.planner.profile import profiler
 from hydra_tune.planner.profile.profiler import CpuClock, SubArrayProfiler, copied_at, measured, over_link
 from tests.support.tracker import StorageTracker
 from tests.unit.planner.hand import chain
@@ -119,6 +120,15 @@ def test_each_graph_is_measured_once_for_a_device():
     for name, count in (("dlrm", 2), ("dlrm", 2), ("dlrm", 3)):
         profiles.array(name, sub_array(name, count).step, CPU)
     assert len(asked) == 2
+
+
+def test_the_profiles_that_were_asked_for_last_are_kept(monkeypatch):
+    monkeypatch.setattr(profiler, "_MAX_KEPT", 2, raising=False)
+    profiles = SubArrayProfiler(lambda _: Ticks([1.0] * 4), hand=lambda _: 0.5)
+    steps = [sub_array("dlrm", count).step for count in (2, 3, 4)]
+    for number in (0, 1, 0, 2):
+        profiles.array("", steps[number], CPU)
+    assert [profiles.knows(step, CPU) for step in steps] == [True, False, True]
 
 
 def test_a_graph_larger_than_memory_is_profiled_with_its_maps_away():

@@ -7,7 +7,9 @@ import torch
 from torch.nn import functional
 
 from hydra_tune.devices.own_generator import drawing_from
+from hydra_tune.errors import UnfusableError
 from hydra_tune.planner.ir.planner_ops import draw
+from hydra_tune.planner.trace.optimizer_graph import UpdateTracer
 from hydra_tune.planner.trace.step_graph import step_graph
 from hydra_tune.planner.trace.unsupported_ops import value_draws
 from hydra_tune.shard.execute.compute import ShardOperands
@@ -102,3 +104,40 @@ def test_what_draws_by_values_is_named_wherever_its_tensors_are():
     operands = ShardOperands(state=[torch.rand(3)], constants=[], inputs=[torch.empty(3, device="meta")], live_in=())
     found = value_draws(lambda state, batch: torch.bernoulli(state * batch), operands, torch.device("meta"))
     assert found == ["aten.bernoulli.default"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "changed"),
+    [
+        (torch.optim.SGD, {"weight_decay": 0.1}, {"weight_decay": 0.5}),
+        (torch.optim.SGD, {"weight_decay": 0.0}, {"weight_decay": 0.5}),
+        (torch.optim.SGD, {"momentum": 0.8}, {"momentum": 0.9}),
+        (torch.optim.Adam, {"betas": (0.9, 0.99)}, {"betas": (0.9, 0.999)}),
+        (torch.optim.RMSprop, {"eps": 1e-6}, {"eps": 1e-3}),
+    ],
+)
+def test_an_option_held_as_a_constant_that_a_scheduler_changes_is_refused(kind, options, changed):
+    members = [kind([torch.nn.Parameter(torch.ones(3))], lr=0.1 + index, **options) for index in range(2)]
+    tracer = UpdateTracer(members)
+    for member in members:
+        member.param_groups[0]["lr"] /= 2
+    assert tracer.rates(0, [1, 1])  # a rate that changes is an argument of the graph
+    for member in members:
+        member.param_groups[0].update(changed)
+    with pytest.raises(
+        UnfusableError, match=r"now has \w+ .*, and the traced step holds .* as a constant.*runs unplanned"
+    ):
+        tracer.rates(0, [1, 1])
+    planned_anew = UpdateTracer(members, tracer._rates)
+    assert planned_anew.rates(0, [1, 1])
+    assert planned_anew.key != tracer.key
+
+
+def test_an_option_that_is_an_argument_of_the_graph_may_change():
+    """The weight decay of AdamW goes into a rate."""
+    members = [torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.1, weight_decay=0.1) for _ in range(2)]
+    tracer = UpdateTracer(members)
+    before = tracer.rates(0, [1, 1])
+    for member in members:
+        member.param_groups[0]["weight_decay"] = 0.5
+    assert tracer.rates(0, [1, 1]) != before
