@@ -420,7 +420,13 @@ def forget_locals(error: BaseException | None) -> None:
     others may still look the variables up (the unit may run once more). Code that runs a unit is therefore a method or
     a `partial` of a method, never a function closing over a trial.
     """
-    while error is not None:
+    errors, seen = [error], set[int]()
+    while errors:
+        error = errors.pop()
+        # An error may be its own cause (`raise error from error`).
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         # The frames that `explained` cuts off live as long as the frame that they have called.
         frame = None if error.__traceback__ is None else error.__traceback__.tb_frame.f_back
@@ -429,4 +435,4 @@ def forget_locals(error: BaseException | None) -> None:
                 frame.clear()
             frame = frame.f_back
         # Chained errors hold frames, too.
-        error = error.__cause__ or error.__context__
+        errors += [error.__cause__, error.__context__]
