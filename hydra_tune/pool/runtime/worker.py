@@ -207,7 +207,7 @@ class Worker:
             return True
         # Before `_finish_unit`: a job stopped while its last unit still counts as running ends together with the unit.
         if following.is_end and record.outcome is None:
-            trial.end()  # before a next trial is admitted, whose model may be the same one
+            trial.set_ending(is_ending=True)  # before a next trial is admitted, whose model may be the same one
             self._core.stop_completed(record)
         self._finish_unit(record, seconds, following)
         return False
