@@ -39,12 +39,12 @@ class CapturedOutputStream(io.TextIOBase):
     def write(self, text: str) -> int:
         """Keep a text; a line is shown once complete."""
         with self._lock:
-            *lines, self._open = (self._open + text).split("\n")
-            for line in lines:
-                # A progress bar redraws its line after a carriage return; the last state is the one to show.
-                last_state = line.rstrip("\r").rpartition("\r")[2]
-                self._kept.append(last_state)
-                self._recent.append(last_state)
+            *lines, rest = (self._open + text).split("\n")
+            # Without the earlier states, because a bar may be redrawn for hours before its line ends.
+            self._open = _last_state(rest) + ("\r" if rest.endswith("\r") else "")
+            for line in map(_last_state, lines):
+                self._kept.append(line)
+                self._recent.append(line)
         return len(text)
 
     def replay(self, stream: TextIO) -> None:
@@ -56,6 +56,11 @@ class CapturedOutputStream(io.TextIOBase):
         # Outside the lock: the destination may block.
         for line in lines:
             print(line, file=stream)
+
+
+def _last_state(line: str) -> str:
+    """Return the last state of a line; a progress bar redraws its line after a carriage return."""
+    return line.rstrip("\r").rpartition("\r")[2]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from hydra_tune.observe.live.paint import AlternateScreen
+from hydra_tune.observe.live.printed import CapturedOutputStream
 from hydra_tune.observe.live.rows import ScreenCell, one_line
 from hydra_tune.observe.live.screen import sweep_lines
 from hydra_tune.observe.live.snapshot import SweepView, TrialView
@@ -202,3 +203,15 @@ def test_parameters_that_differ_come_first(view):
         TrialView(number=n, state="running", params={"epochs": 8, "width": 64, "lr": n / 10}) for n in range(2)
     )
     assert any(line.endswith("lr=0.1 epochs=8 width=64") for line in drawn(replace(view, trials=trials), width=160))
+
+
+def test_a_progress_bar_without_a_newline_is_kept_in_its_last_state_alone():
+    recent, output = deque(), io.StringIO()
+    printed = CapturedOutputStream(recent)
+    for number in range(100):
+        printed.write(f"\r{number}%")
+    printed.replay(output)
+    assert output.getvalue() == "99%\n"
+    for text in ("1%\r", "2%", "\r", "\nnext\n"):
+        printed.write(text)
+    assert list(recent) == ["2%", "next"]
