@@ -3,6 +3,8 @@
 import random
 import threading
 import time
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hydra_tune import Failed, Reported
 from hydra_tune.errors import ConfigError, LoaderTimeoutError
 from hydra_tune.pool.faults import loader_watchdog
+from hydra_tune.pool.faults.loader_watchdog import LoaderWaitLimits, LoaderWatchdog
 from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher
 from hydra_tune.pool.job import OVER
+from hydra_tune.train.data.loader_clock import DrawClock, LoaderInterrupt
 from tests.support.hanging import hanging, have_others_not_age
 from tests.support.parallel import PARALLEL
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, one_batch, running, task
@@ -223,6 +227,30 @@ def test_a_trial_whose_workers_are_slow_leaves_its_device_and_comes_back_with_th
         (tmp_path / "go on").touch()
         result = slow.result(PATIENCE_SECONDS)
     assert against_plain(described, result) == []
+
+
+def test_a_thread_whose_loader_returns_after_all_is_left_behind_no_more():
+    core, clock = SimpleNamespace(changed=threading.Condition(), records={}), DrawClock()
+    watch = LoaderWatchdog(core, LoaderWaitLimits(), None, None, leaves_devices=True)
+    reached, opened = threading.Event(), threading.Event()
+
+    def draw():
+        with suppress(LoaderInterrupt), clock.drawing(None, in_process=False):
+            reached.set()
+            opened.wait()
+
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    assert reached.wait(PATIENCE_SECONDS)
+    assert clock.abandon()
+    watch._left_behind(SimpleNamespace(name="trial"), clock)
+    watch._look()
+    assert watch.is_left_behind(thread)
+    opened.set()
+    clock.released()
+    thread.join(PATIENCE_SECONDS)
+    watch._look()
+    assert not watch.is_left_behind(thread), "a later thread may have the same number"
 
 
 @pytest.mark.parametrize("way", ["prune", "shutdown"])

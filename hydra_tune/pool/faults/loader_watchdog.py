@@ -153,8 +153,9 @@ class LoaderWatchdog:
 
     def _look(self) -> None:
         core = self._core
-        for abandoned in self._abandoned:
-            abandoned.interrupt()  # again, because the loader may have swallowed the last interruption
+        # Again, because a loader may have swallowed the last interruption. A draw that is over is forgotten: the system may
+        # give the number of its thread to a worker, and the clock keeps the data set alive.
+        self._abandoned = [clock for clock in self._abandoned if clock.interrupt()]
         # A copy, so that the clocks are read, and warnings written, without the pool's lock.
         with core.changed:
             records = list(core.records.values())
