@@ -268,6 +268,39 @@ def test_a_trial_that_is_over_waits_for_a_hanging_loader_no_longer_than_until_it
     assert hung.result(0).status == {"prune": "pruned", "shutdown": "cancelled"}[way]
 
 
+class Breaks:
+    """A policy that raises once armed."""
+
+    is_armed = False
+
+    def choose(self, device, candidates):
+        if self.is_armed:
+            raise ZeroDivisionError
+        return candidates[0]
+
+
+@pytest.mark.parametrize("at_first", [True, False], ids=["the first batch", "a later batch"])
+def test_a_pool_that_has_broken_down_leaves_a_hanging_loader_behind(gate, at_first, how):
+    def first_batch():
+        gate.hang()
+        yield from one_batch()
+
+    policy = Breaks()
+    with running(**how, devices="cpu:1", max_concurrent=2, policy=policy, loader_timeout=None) as pool:
+        stream = pool.events()
+        other = pool.submit(task(), events=stream)
+        assert isinstance(stream.get(PATIENCE_SECONDS), Reported)
+        hung = pool.submit(task(train=first_batch if at_first else batches(gate, 1), epochs=3))
+        assert gate.reached.wait(PATIENCE_SECONDS)
+        until(lambda: hung.state == "preparing" or pool._pool._records[hung.key].is_detached)
+        policy.is_armed = True
+        with pytest.raises(ZeroDivisionError):
+            other.proceed()
+        for job in (other, hung):
+            assert isinstance(job.result(PATIENCE_SECONDS).error, ZeroDivisionError)
+    assert not gate.after, "the loader hangs still"
+
+
 def test_a_slow_validation_reports_when_it_is_done(gate, how):
     def slow():
         time.sleep(0.3)
