@@ -300,7 +300,7 @@ class JobDispatcher:
     def detach(self, record: JobState, device: str, seconds: float) -> None:
         """Free the device of a job waiting for data; under the lock, like `decide`."""
         assert record.trial is not None
-        record.is_detached = True
+        record.is_detached, record.detached_ns = True, time.perf_counter_ns()
         # A next trial, which may be admitted now, may train the same model, and this draw may be the end of the data.
         record.trial.set_ending(is_ending=True)
         self.decide(

@@ -127,6 +127,7 @@ class JobState:
         told: for each shard, the place last sent to the scheduler.
         begins_again: whether the job ends only to begin again.
         is_detached: whether the job's thread waits for the trial's loader while another worker serves the device.
+        detached_ns: time of the last such wait's beginning, by the clock of `time.perf_counter_ns`.
         is_abandoned: whether the pool has given up waiting for the detached thread.
         has_to_end_burst: whether the scheduler wants the running burst to end after the present step.
         turn: lock of whoever advances the trial, or saves the trial during the wait at a report.
@@ -175,6 +176,7 @@ class JobState:
         self.is_released = False
         self.begins_again = False
         self.is_detached = False
+        self.detached_ns = 0
         self.is_abandoned = False
         self.has_to_end_burst = False
         self.loader_error: BaseException | None = None
