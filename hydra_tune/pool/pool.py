@@ -680,6 +680,8 @@ class Pool:
             inbox.put(None)
         core.to_prepare.put(None)
         self.loaders.close()
+        self._watching.join()
+        self.loaders.give_up_all()
         # A thread hanging in a data loader never ends by itself; as a daemon thread such a thread ends with the
         # process.
         for thread in (*self._all_threads, *core.failing):

@@ -36,6 +36,7 @@ class TrialClaim:
         module: as given; None once the claim is given up.
         optimizer: the trial's optimizer, once built.
         storages: storages of the parameters by name, and whether each parameter is trained.
+        is_ending: whether the trial may be given up soon; trials that claim the same then wait for the end.
 
     Raises:
         TaskError: another trial under way trains the same module, one of its parameters, or a tensor underlying a
@@ -46,13 +47,13 @@ class TrialClaim:
         self.module: nn.Module | None = module
         self.optimizer: torch.optim.Optimizer | None = None
         self.storages: dict[str, tuple[StorageWeakRef, bool]] = {}
-        self._is_ending, self._over = False, threading.Event()
+        self.is_ending, self._over = False, threading.Event()
         while (ending_claim := self._entered(module)) is not None:
-            # The other trial's result is handed over at this moment, and nothing else of that trial will run. The hand-over
-            # may wait for updates on the host, which wait for a capture, which waits for whoever is inside the gate.
+            # The other trial's result is handed over at this moment, or that trial waits for its loader. The hand-over may
+            # wait for updates on the host, which wait for a capture, which waits for whoever is inside the gate.
             with GATE.left():
                 if not ending_claim._over.wait(_PATIENCE_SECONDS):  # noqa: SLF001 - of the same class
-                    ending_claim._is_ending = False  # noqa: SLF001
+                    ending_claim.is_ending = False
 
     def _entered(self, module: nn.Module) -> "TrialClaim | None":
         """Enter the claim; return the claim of an ending trial for which this one has to wait first, or None.
@@ -73,15 +74,11 @@ class TrialClaim:
                 try:
                     self._check(other)
                 except TaskError:
-                    if not other._is_ending:  # noqa: SLF001
+                    if not other.is_ending:
                         raise
                     return other
             _UNDER_WAY.add(self)
         return None
-
-    def end(self) -> None:
-        """Note that the trial only has to be given up: others that claim the same wait for that."""
-        self._is_ending = True
 
     def _check(self, other: "TrialClaim") -> None:
         assert self.module is not None

@@ -218,10 +218,10 @@ class Trial(TrialFigures):
         """Reserve the host memory that cannot go to disk, until the trial is closed."""
         self._share.take()
 
-    def end(self) -> None:
-        """Note that the trial is about to be closed: a next trial may then claim the same model, and waits for the end."""
+    def set_ending(self, *, is_ending: bool) -> None:
+        """Note whether the trial may be closed soon: a next trial may then claim the same model, and waits for the end."""
         if self._claimed is not None:
-            self._claimed.end()
+            self._claimed.is_ending = is_ending
 
     def leave_devices(self) -> bool:
         """Return False: a group has handed over its members' states before; as of `OwnCodeTrial` for all other trials."""

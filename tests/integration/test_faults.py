@@ -55,6 +55,13 @@ def fail(*arguments, **named):
     raise FaultError
 
 
+def fail_with_itself_as_the_cause(*arguments, **named):
+    try:
+        fail()
+    except FaultError as error:
+        raise error from error
+
+
 class FailsLater(nn.Module):
     """Cannot be captured, and fails in its third training step."""
 
@@ -121,6 +128,7 @@ def hooked():
         {"train": fail},
         {"train": _data_that_ends_badly},
         {"loss": fail},
+        {"loss": fail_with_itself_as_the_cause},
         {"model": FailsLater, "epochs": 9},
         {"optimizer": partial(FailingSGD, lr=0.1)},
         {"validate": one_batch, "evaluate": fail, "metric": "val_acc"},

@@ -3,6 +3,8 @@
 import random
 import threading
 import time
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hydra_tune import Failed, Reported
 from hydra_tune.errors import ConfigError, LoaderTimeoutError
 from hydra_tune.pool.faults import loader_watchdog
+from hydra_tune.pool.faults.loader_watchdog import LoaderWaitLimits, LoaderWatchdog
 from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher
 from hydra_tune.pool.job import OVER
+from hydra_tune.train.data.loader_clock import DrawClock, LoaderInterrupt
 from tests.support.hanging import hanging, have_others_not_age
 from tests.support.parallel import PARALLEL
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, one_batch, running, task
@@ -225,6 +229,30 @@ def test_a_trial_whose_workers_are_slow_leaves_its_device_and_comes_back_with_th
     assert against_plain(described, result) == []
 
 
+def test_a_thread_whose_loader_returns_after_all_is_left_behind_no_more():
+    core, clock = SimpleNamespace(changed=threading.Condition(), records={}), DrawClock()
+    watch = LoaderWatchdog(core, LoaderWaitLimits(), None, None, leaves_devices=True)
+    reached, opened = threading.Event(), threading.Event()
+
+    def draw():
+        with suppress(LoaderInterrupt), clock.drawing(None, in_process=False):
+            reached.set()
+            opened.wait()
+
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    assert reached.wait(PATIENCE_SECONDS)
+    assert clock.abandon()
+    watch._left_behind(SimpleNamespace(name="trial"), clock)
+    watch._look()
+    assert watch.is_left_behind(thread)
+    opened.set()
+    clock.released()
+    thread.join(PATIENCE_SECONDS)
+    watch._look()
+    assert not watch.is_left_behind(thread), "a later thread may have the same number"
+
+
 @pytest.mark.parametrize("way", ["prune", "shutdown"])
 def test_a_trial_that_is_over_waits_for_a_hanging_loader_no_longer_than_until_its_warning(gate, way, how):
     with running(**how, devices="cpu:1", loader_warning=0.4, loader_timeout=None) as pool:
@@ -238,6 +266,39 @@ def test_a_trial_that_is_over_waits_for_a_hanging_loader_no_longer_than_until_it
             assert hung.result(PATIENCE_SECONDS).status == "pruned"
             assert against_plain(drawing(), pool.submit(drawing()).result(PATIENCE_SECONDS)) == []
     assert hung.result(0).status == {"prune": "pruned", "shutdown": "cancelled"}[way]
+
+
+class Breaks:
+    """A policy that raises once armed."""
+
+    is_armed = False
+
+    def choose(self, device, candidates):
+        if self.is_armed:
+            raise ZeroDivisionError
+        return candidates[0]
+
+
+@pytest.mark.parametrize("at_first", [True, False], ids=["the first batch", "a later batch"])
+def test_a_pool_that_has_broken_down_leaves_a_hanging_loader_behind(gate, at_first, how):
+    def first_batch():
+        gate.hang()
+        yield from one_batch()
+
+    policy = Breaks()
+    with running(**how, devices="cpu:1", max_concurrent=2, policy=policy, loader_timeout=None) as pool:
+        stream = pool.events()
+        other = pool.submit(task(), events=stream)
+        assert isinstance(stream.get(PATIENCE_SECONDS), Reported)
+        hung = pool.submit(task(train=first_batch if at_first else batches(gate, 1), epochs=3))
+        assert gate.reached.wait(PATIENCE_SECONDS)
+        until(lambda: hung.state == "preparing" or pool._pool._records[hung.key].is_detached)
+        policy.is_armed = True
+        with pytest.raises(ZeroDivisionError):
+            other.proceed()
+        for job in (other, hung):
+            assert isinstance(job.result(PATIENCE_SECONDS).error, ZeroDivisionError)
+    assert not gate.after, "the loader hangs still"
 
 
 def test_a_slow_validation_reports_when_it_is_done(gate, how):

@@ -3,6 +3,7 @@
 import random
 import threading
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hydra_tune import TrainTask
 from hydra_tune.errors import LoaderTimeoutError
+from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.pool.faults import loader_watchdog
 from hydra_tune.shard.capture.capture_lock import GATE
 from tests.support.hanging import hanging, have_others_not_age
@@ -129,6 +131,20 @@ def test_another_trial_runs_to_its_end_while_one_hangs_in_a_lock(hanging, case, 
     assert (moved > 0) == (memory == TIGHT)
     assert against_plain(other, result) == []
     assert against_plain(slow, found) == []
+
+
+def test_a_device_that_serves_others_meanwhile_is_not_busy_with_the_wait(hanging, tmp_path):
+    train, path = hanging(2), tmp_path / "run.jsonl"
+    with running(num_shards=None, loader_timeout=None, event_log=path) as pool:
+        job = pool.submit(described(train))
+        assert train.reached.wait(PATIENCE_SECONDS)
+        pool.submit(described(plain_batches, seed=4)).result(PATIENCE_SECONDS)
+        train.opened.set()
+        job.result(PATIENCE_SECONDS)
+        busy_seconds = pool.stats().devices["cpu:0"].busy_seconds
+    units = sorted(read_log(path).units, key=lambda unit: unit.start_ns)
+    assert all(one.ready_ns <= one.end_ns <= other.start_ns for one, other in pairwise(units))
+    assert busy_seconds == pytest.approx(sum(unit.end_ns - unit.start_ns for unit in units) / 1e9)
 
 
 class Seen(torch.optim.SGD):

@@ -77,8 +77,7 @@ class RunFigures:
         overlap: share of all copying under compute.
         units_run: shard units, and steps of bursts.
         units_saved: units that pruned and cancelled trials did not run.
-        trials: number of jobs by end, with fusion of carriers; "unknown" where the log has no end of the job, also for
-            each beginning of a job that began again.
+        trials: number of jobs by end, with fusion of carriers; "unknown" where the log has no end of the job.
         devices: figures of each.
         disk_read_bytes, disk_written_bytes, disk_seconds: of `spill_dir`.
         fusion: choices of `fusion="auto"`, in the log's order and form: the asking job, the number of waiting `trials`,
@@ -127,8 +126,9 @@ def run_figures(log: RunLog) -> RunFigures:
     copying = sum(device.copying_seconds for device in devices)
     end_facts = [event.more for event in log.jobs if event.what == "over"]
     trials = Counter(end["status"] for end in end_facts)
-    # Jobs without an end, in a log that ends before the run.
-    trials["unknown"] = len({event.job for event in log.jobs}) - len(end_facts)
+    # Jobs without an end, in a log that ends before the run. A job that begins again goes on under another key.
+    restarted = {event.job for event in log.jobs if event.what == "begins again"}
+    trials["unknown"] = len({event.job for event in log.jobs} - restarted) - len(end_facts)
     return RunFigures(
         started_at=log.started_at,
         policy=log.policy,

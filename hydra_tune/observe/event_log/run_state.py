@@ -39,6 +39,7 @@ class RunState:
         is_ended: whether the log was closed in order.
         sweep: facts that `hydra-tune sweep` has noted about its study; empty for other programs.
         trials: by name of the job; values as last reported; `epochs` where reports are those of epochs.
+        restarted: first keys of the jobs that have begun again; such a job goes on under its first key, "~" and a number.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class RunState:
     is_ended: bool = False
     sweep: Mapping[str, Any] = field(default_factory=dict)
     trials: dict[str, TrialView] = field(default_factory=dict)
+    restarted: set[str] = field(default_factory=set)
 
 
 def read_run_state(path: Path) -> RunState | None:
@@ -121,10 +123,14 @@ def _take_trial(state: RunState, data: Mapping[str, Any]) -> None:
 
 
 def _take_job(state: RunState, data: Mapping[str, Any]) -> None:
-    match = _KEY.fullmatch(data["job"])
-    name = data["job"] if match is None else match[1]
+    key, what = data["job"], data["what"]
+    if (first_key := key.rpartition("~")[0]) in state.restarted:
+        key = first_key
+    if what == "begins again":
+        state.restarted.add(key)
+    match = _KEY.fullmatch(key)
+    name = key if match is None else match[1]
     view = state.trials.get(name, _new(name, len(state.trials)))
-    what = data["what"]
     if what == "report":
         metrics = {key: number_of(value) for key, value in data["metrics"].items()}
         value = metrics.get(state.sweep.get("metric"))

@@ -20,6 +20,8 @@ _NUM_KEPT = 1000
 class CapturedOutputStream(io.TextIOBase):
     """A text file that keeps its last 1000 lines, and shows new lines among the recent lines. Any thread may write.
 
+    After `replay`, the file passes its text on: a log handler made meanwhile keeps the file as its stream.
+
     Args:
         recent: receives each whole line.
     """
@@ -31,31 +33,45 @@ class CapturedOutputStream(io.TextIOBase):
         self._kept: deque[str] = deque(maxlen=_NUM_KEPT)
         self._open = ""
         self._lock = threading.Lock()
+        self._is_replayed = False
+        self._destination: TextIO | None = None
 
     def writable(self) -> bool:
         """Always true: the file takes only writes."""
         return True
 
     def write(self, text: str) -> int:
-        """Keep a text; a line is shown once complete."""
+        """Keep a text until `replay`; a line is shown once complete."""
         with self._lock:
-            *lines, self._open = (self._open + text).split("\n")
-            for line in lines:
-                # A progress bar redraws its line after a carriage return; the last state is the one to show.
-                last_state = line.rstrip("\r").rpartition("\r")[2]
-                self._kept.append(last_state)
-                self._recent.append(last_state)
+            if not self._is_replayed:
+                self._keep(text)
+                return len(text)
+        print(text, end="", file=self._destination)
         return len(text)
 
+    def _keep(self, text: str) -> None:
+        *lines, rest = (self._open + text).split("\n")
+        # Without the earlier states, because a bar may be redrawn for hours before its line ends.
+        self._open = _last_state(rest) + ("\r" if rest.endswith("\r") else "")
+        for line in map(_last_state, lines):
+            self._kept.append(line)
+            self._recent.append(line)
+
     def replay(self, stream: TextIO) -> None:
-        """Write the kept lines to their original destination."""
+        """Write the kept lines to their original destination, and from now on all further text."""
         with self._lock:
+            self._is_replayed, self._destination = True, stream
             lines = [*self._kept, *([self._open] if self._open else [])]
             self._kept.clear()
             self._open = ""
         # Outside the lock: the destination may block.
         for line in lines:
             print(line, file=stream)
+
+
+def _last_state(line: str) -> str:
+    """Return the last state of a line; a progress bar redraws its line after a carriage return."""
+    return line.rstrip("\r").rpartition("\r")[2]
 
 
 @contextmanager
@@ -81,7 +97,10 @@ def _logged_to(printed: CapturedOutputStream, streams: tuple[TextIO, TextIO]) ->
     for logger in loggers:
         # The manager's dictionary also holds placeholders, which have no handlers.
         for handler in logger.handlers if isinstance(logger, logging.Logger) else ():
-            if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
+            if not isinstance(handler, logging.StreamHandler):
+                continue
+            # A handler made during an earlier view passes its text on to a terminal that this view has now.
+            if handler.stream in streams or isinstance(handler.stream, CapturedOutputStream):
                 redirected.append((handler, handler.stream))
                 handler.setStream(printed)
     try:

@@ -1,8 +1,7 @@
 """Converts a run's log to a trace in Chrome's format, with rows for each device, the disk, and each trial.
 
 A device has a row of units and, below, a row of updates on the host and rows of loads, spills and blocks from other
-devices. Background loads and spills are apart from copies that a unit waited for; background copies from other devices have no
-row. Overlapping copies get separate rows.
+devices. Background copies are apart from copies that a unit waited for. Overlapping copies get separate rows.
 `hydra-tune trace` (`cli/commands/trace.py`) calls `write_trace` once the figures are computed and any plot is drawn.
 """
 
@@ -30,6 +29,7 @@ _ROWS = {
     ("in", False): "loads",
     ("in", True): "loads ahead",
     ("across", False): "from other devices",
+    ("across", True): "from other devices ahead",
     ("out", False): "spills",
     ("out", True): "spills in the background",
 }

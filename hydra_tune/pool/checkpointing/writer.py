@@ -352,12 +352,11 @@ class TrialCheckpointer:
             at_end: list[Future[CheckpointContent]] = []
             if is_last:
                 at_end, self._at_end = self._at_end, []
-        # Outside the `try`: these errors go to the requests alone, because the trial has finished.
-        _copy_last(trial, self._labels, at_end)
+        # Outside the `try`: the trial has finished, so an object that no checkpoint can hold fails these requests alone.
+        _copy(trial, self._labels, at_end)
         try:
             self._check(trial)
-            for copy in copies:
-                copy.set_result(trial.snapshot().copied(self._labels))
+            _copy(trial, self._labels, copies)
             if self._folder is not None and (files or self._is_due(steps, at_report=at_report, is_last=is_last)):
                 # Only these two wait for the buffer: skipping them would lose a requested checkpoint, or the final
                 # state.
@@ -491,8 +490,8 @@ class TrialCheckpointer:
         return CheckpointError(f"{self._name} is over ({self._end or 'failed'}) and was not saved before")
 
 
-def _copy_last(trial: SnapshotSource, labels: Mapping[str, Any], asked: list[Future[CheckpointContent]]) -> None:
-    """Copy the final state for each request; an error goes to the request, and never fails a finished trial."""
+def _copy(trial: SnapshotSource, labels: Mapping[str, Any], asked: list[Future[CheckpointContent]]) -> None:
+    """Copy the state for each request; an error goes to the request, and never fails the trial."""
     for copy in asked:
         if not copy.set_running_or_notify_cancel():
             continue

@@ -8,7 +8,7 @@ gets a new preparer thread). When the batch arrives, the trial continues whereve
 `warning_seconds`, a warning names the loader and the line where it hangs; the warning is repeated whenever the wait has
 doubled. After `timeout_seconds`, the trial fails: the watch interrupts the loader and, if the loader does not return a
 moment later, abandons its thread (`train/data/loader_clock.py`). For a trial that is already over, for example pruned,
-the watch gives up at the time of the warning.
+the watch gives up at the time of the warning. After a breakdown of the pool, the shutdown gives up.
 
 A member of a fused group keeps the group's device: `MemberLoaders` (`pool/fusion/group_loaders.py`) shows such members.
 
@@ -147,14 +147,30 @@ class LoaderWatchdog:
         """Stop the thread."""
         self._is_over.set()
 
+    def give_up_all(self) -> None:
+        """Abandon the draws of the trials that a breakdown has ended; at the shutdown, after the end of the watch's thread."""
+        core = self._core
+        for record in core.abandoned:
+            clock = self._clock(record)
+            # Any other thread that draws is a device's only worker, which has begun to wait within the last second.
+            may_hang = record.is_detached or core.scheduler.phases.get(record.job.key) is JobPhase.PREPARING
+            if clock is None or not may_hang:
+                continue
+            with core.changed:  # decides the race with a thread that comes back
+                is_abandoned = clock.abandon()
+                record.is_abandoned |= is_abandoned
+            if is_abandoned:
+                self._left_behind(record.job, clock)
+
     def is_left_behind(self, thread: threading.Thread) -> bool:
         """Return whether a thread hangs in an abandoned loader."""
         return any(clock.thread == thread.ident for clock in self._abandoned)
 
     def _look(self) -> None:
         core = self._core
-        for abandoned in self._abandoned:
-            abandoned.interrupt()  # again, because the loader may have swallowed the last interruption
+        # Again, because a loader may have swallowed the last interruption. A draw that is over is forgotten: the system may
+        # give the number of its thread to a worker, and the clock keeps the data set alive.
+        self._abandoned = [clock for clock in self._abandoned if clock.interrupt()]
         # A copy, so that the clocks are read, and warnings written, without the pool's lock.
         with core.changed:
             records = list(core.records.values())

@@ -300,7 +300,9 @@ class JobDispatcher:
     def detach(self, record: JobState, device: str, seconds: float) -> None:
         """Free the device of a job waiting for data; under the lock, like `decide`."""
         assert record.trial is not None
-        record.is_detached = True
+        record.is_detached, record.detached_ns = True, time.perf_counter_ns()
+        # A next trial, which may be admitted now, may train the same model, and this draw may be the end of the data.
+        record.trial.set_ending(is_ending=True)
         self.decide(
             UnitFinished(
                 job=record.job.key,
@@ -331,6 +333,8 @@ class JobDispatcher:
     def _go_on(self, record: JobState, found: NextAction | BaseException) -> None:
         job, trial = record.job, record.trial
         assert trial is not None
+        if isinstance(found, NextAction) and not found.is_end:
+            trial.set_ending(is_ending=False)
         if isinstance(found, NextAction) and isinstance(found.step, PendingReport):
             job.enter("waiting")
             self.tell_of(record, found.step)

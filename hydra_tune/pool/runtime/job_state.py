@@ -127,6 +127,7 @@ class JobState:
         told: for each shard, the place last sent to the scheduler.
         begins_again: whether the job ends only to begin again.
         is_detached: whether the job's thread waits for the trial's loader while another worker serves the device.
+        detached_ns: time of the last such wait's beginning, by the clock of `time.perf_counter_ns`.
         is_abandoned: whether the pool has given up waiting for the detached thread.
         has_to_end_burst: whether the scheduler wants the running burst to end after the present step.
         turn: lock of whoever advances the trial, or saves the trial during the wait at a report.
@@ -175,6 +176,7 @@ class JobState:
         self.is_released = False
         self.begins_again = False
         self.is_detached = False
+        self.detached_ns = 0
         self.is_abandoned = False
         self.has_to_end_burst = False
         self.loader_error: BaseException | None = None
@@ -420,7 +422,13 @@ def forget_locals(error: BaseException | None) -> None:
     others may still look the variables up (the unit may run once more). Code that runs a unit is therefore a method or
     a `partial` of a method, never a function closing over a trial.
     """
-    while error is not None:
+    errors, seen = [error], set[int]()
+    while errors:
+        error = errors.pop()
+        # An error may be its own cause (`raise error from error`).
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         # The frames that `explained` cuts off live as long as the frame that they have called.
         frame = None if error.__traceback__ is None else error.__traceback__.tb_frame.f_back
@@ -429,4 +437,4 @@ def forget_locals(error: BaseException | None) -> None:
                 frame.clear()
             frame = frame.f_back
         # Chained errors hold frames, too.
-        error = error.__cause__ or error.__context__
+        errors += [error.__cause__, error.__context__]

@@ -207,7 +207,7 @@ class Worker:
             return True
         # Before `_finish_unit`: a job stopped while its last unit still counts as running ends together with the unit.
         if following.is_end and record.outcome is None:
-            trial.end()  # before a next trial is admitted, whose model may be the same one
+            trial.set_ending(is_ending=True)  # before a next trial is admitted, whose model may be the same one
             self._core.stop_completed(record)
         self._finish_unit(record, seconds, following)
         return False
@@ -282,13 +282,15 @@ class Worker:
             end_ns = time.perf_counter_ns()
             if not is_failed:  # the host may notice the end late, and the clocks of host and device drift
                 end_ns = min(end_ns, max(start_ns, self._pager.ready_ns, watch.ended_ns))
+            if record.is_detached:  # the device has served other units since then
+                end_ns = record.detached_ns
             steps = 1 if pending.kind != BURST else record.steps_run - steps_before
             self.units += steps
             self.busy_seconds += (end_ns - start_ns) / 1e9
             if self._core.log is not None:
                 # A failed unit whose blocks never became resident waited all the time. A unit without blocks here never
                 # waited.
-                ready_ns = self._pager.ready_ns or (end_ns if is_failed else start_ns)
+                ready_ns = min(self._pager.ready_ns or (end_ns if is_failed else start_ns), end_ns)
                 name, job = self._device.name, record.job.key
                 self._core.log.unit(
                     *(name, job, pending.kind, pending.shard, start_ns, ready_ns, end_ns),

@@ -1,5 +1,6 @@
 """What two trials may not train at once, and what they may share."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -8,8 +9,10 @@ from torch import nn
 
 from hydra_tune import HydraExecutor
 from hydra_tune.errors import TaskError
+from hydra_tune.pool.faults import loader_watchdog
 from hydra_tune.train.claims import TrialClaim
-from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, running, task
+from tests.support.hanging import hanging, have_others_not_age
+from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, one_batch, running, task
 
 
 @pytest.fixture
@@ -103,3 +106,32 @@ def test_one_after_the_other_may_train_the_same():
     with HydraExecutor(devices="cpu:1", max_concurrent=1) as pool:
         results = pool.run([task(model=lambda: module, optimizer=partial(torch.optim.SGD, lr=0.1))] * 2)
     assert [result.status for result in results] == ["completed"] * 2
+
+
+def test_one_that_follows_a_trial_whose_loader_is_slow_may_train_the_same(monkeypatch):
+    monkeypatch.setattr(loader_watchdog, "_PATIENCE_SECONDS", 0.05)
+    have_others_not_age(monkeypatch)
+    entered, attempts, is_asked, is_ending = TrialClaim._entered, [], threading.Event(), []
+
+    def counted(claim, module):
+        try:
+            return entered(claim, module)
+        finally:
+            attempts.append(claim)
+            if len(attempts) == 2:
+                is_asked.set()
+
+    def batches():
+        yield from one_batch()
+        with hanging():
+            assert is_asked.wait(PATIENCE_SECONDS)
+        yield from one_batch() * 2
+        is_ending.append(pool._pool._records[first.key].trial._claimed.is_ending)
+
+    monkeypatch.setattr(TrialClaim, "_entered", counted)
+    module = nn.Linear(8, 4)
+    with running(max_concurrent=1) as pool:
+        first = pool.submit(task(model=lambda: module, train=batches, epochs=1))
+        second = pool.submit(task(model=lambda: module))
+        assert [job.result(PATIENCE_SECONDS).status for job in (first, second)] == ["completed"] * 2
+    assert is_ending == [False]

@@ -6,6 +6,7 @@ import pytest
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe.event_log.reader import read_log
+from hydra_tune.observe.event_log.run_figures import run_figures
 from hydra_tune.observe.event_log.run_state import read_run_state
 from tests.unit.observe.event_log.test_writer import content, made, wait_until
 
@@ -62,6 +63,21 @@ def test_a_sweep_knows_its_trials_better_than_the_pool(path):
     assert math.isnan(trial.metrics["val_loss"])
     assert (other.number, other.name, other.state) == (2, "other", "queued")
     assert len(read_log(path).units) == 1, "the notes of a sweep are none of a trace's business"
+
+
+def test_a_trial_that_begins_again_is_one_trial(path):
+    log = made(path)
+    log.job("0:trial 7", "submitted", priority=0)
+    for key, again in (("0:trial 7", "0:trial 7~1"), ("0:trial 7~1", "0:trial 7~2")):
+        log.job(key, "begins again", error="LoaderWorkerError: killed")
+        log.job(again, "submitted", priority=0)
+    log.job("1:trial 7~1", "submitted", priority=0)
+    log.unit("cpu:0", "0:trial 7~2", "forward", 0, 1, 2, 3, is_failed=False)
+    log.job("0:trial 7~2", "over", status="completed", metrics={}, error=None, units_saved=0)
+    log.close()
+    states = {name: view.state for name, view in read_run_state(path).trials.items()}
+    assert states == {"trial 7": "completed", "trial 7~1": "queued"}
+    assert run_figures(read_log(path)).trials == {"completed": 1, "unknown": 1}
 
 
 def test_other_files_are_no_runs(path):

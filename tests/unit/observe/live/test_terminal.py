@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import threading
 from collections import deque
 from dataclasses import replace
@@ -11,6 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from hydra_tune.observe.live.paint import AlternateScreen
+from hydra_tune.observe.live.printed import CapturedOutputStream, kept
 from hydra_tune.observe.live.rows import ScreenCell, one_line
 from hydra_tune.observe.live.screen import sweep_lines
 from hydra_tune.observe.live.snapshot import SweepView, TrialView
@@ -202,3 +204,29 @@ def test_parameters_that_differ_come_first(view):
         TrialView(number=n, state="running", params={"epochs": 8, "width": 64, "lr": n / 10}) for n in range(2)
     )
     assert any(line.endswith("lr=0.1 epochs=8 width=64") for line in drawn(replace(view, trials=trials), width=160))
+
+
+def test_a_progress_bar_without_a_newline_is_kept_in_its_last_state_alone():
+    recent, output = deque(), io.StringIO()
+    printed = CapturedOutputStream(recent)
+    for text in ("1%\r", "2%", "\r", "\nnext\n"):
+        printed.write(text)
+    assert list(recent) == ["2%", "next"]
+    for number in range(100):
+        printed.write(f"\r{number}%")
+    printed.replay(output)
+    assert output.getvalue() == "2%\nnext\n99%\n"
+
+
+def test_a_log_handler_made_during_a_view_writes_to_standard_error_after_it(monkeypatch, capsys):
+    logger = logging.getLogger("hydra_tune.tests.printed")
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "handlers", [])
+    with kept(deque()):
+        logger.addHandler(logging.StreamHandler())
+        logger.warning("during the view")
+    logger.warning("after the view")
+    assert capsys.readouterr().err == "during the view\nafter the view\n"
+    with kept(recent := deque()):
+        logger.warning("during the next view")
+    assert list(recent) == ["during the next view"]

@@ -26,6 +26,7 @@ EVENTS = (
     copy(10, 18, "out"),
     copy(9, 10, "out", how="waited", by=None),
     copy(1, 4, "across", how="waited", by="cpu:1", device="cpu:1"),
+    copy(4, 6, "across", device="cpu:1"),
     event("report", 12, step=3, metrics={"val_loss": 0.5}, waits=True),
     event("resumed", 14),
     event("paused", 15),
@@ -72,6 +73,7 @@ def test_each_device_has_its_rows(events):
         ("cpu:0", "spills"): 1,
         ("cpu:0", "spills in the background"): 1,
         ("cpu:1", "from other devices"): 1,
+        ("cpu:1", "from other devices ahead"): 1,
         ("disk", "write to disk"): 1,
     }
 

@@ -146,7 +146,8 @@ def test_a_copy_that_fails_gives_its_host_memory_back(tmp_path, monkeypatch):
         job.cancel()
 
 
-def test_a_running_job_is_saved_after_its_step(tmp_path):
+def between_steps(pool, **changes):
+    """A running job that goes on once a caller asks for its state."""
     reached, go_on = threading.Event(), threading.Event()
 
     def batches():
@@ -155,19 +156,32 @@ def test_a_running_job_is_saved_after_its_step(tmp_path):
             reached.set()
             assert go_on.wait(PATIENCE_SECONDS)
 
+    job = pool.submit(task(train=batches, **changes), "trial")
+    assert reached.wait(PATIENCE_SECONDS)
+    keeper = pool._pool._records[job.key].keeper
+
+    def go_on_once_asked():
+        until(lambda: keeper.is_asked)
+        go_on.set()
+
+    threading.Thread(target=go_on_once_asked).start()
+    return job
+
+
+def test_a_running_job_is_saved_after_its_step(tmp_path):
     with running(checkpoint_dir=tmp_path) as pool:
-        job = pool.submit(task(train=batches), "trial")
-        assert reached.wait(PATIENCE_SECONDS)
-        keeper = pool._pool._records[job.key].keeper
-
-        def go_on_once_asked():
-            until(lambda: keeper.is_asked)
-            go_on.set()
-
-        threading.Thread(target=go_on_once_asked).start()
+        job = between_steps(pool)
         assert generations(job.checkpoint(PATIENCE_SECONDS))
         finished(job)
         assert job.checkpoint() == tmp_path / "trial"
+
+
+def test_a_running_job_goes_on_after_a_copy_that_fails(tmp_path):
+    with running() as pool:
+        job = between_steps(pool, model=lambda: Keeps(8, 4))
+        with pytest.raises(CheckpointError, match="'thing'"):
+            pool.save_to(job, tmp_path / "saved")
+        assert finished(job).status == "completed"
 
 
 @pytest.mark.parametrize("fusion", ["off", "on"])
@@ -236,12 +250,15 @@ def test_a_trial_that_goes_on_with_nothing_left_to_do_keeps_its_optimizers_state
         assert against_plain(longer, finished(pool.submit(longer, resume_from=last, resume="allow-changes"))) == []
 
 
-def test_what_cannot_be_saved_fails_the_trial_by_name(tmp_path):
-    class Keeps(nn.Linear):
-        def forward(self, x):
-            self.thing = object()
-            return super().forward(x)
+class Keeps(nn.Linear):
+    """Keeps a thing that no checkpoint can hold."""
 
+    def forward(self, x):
+        self.thing = object()
+        return super().forward(x)
+
+
+def test_what_cannot_be_saved_fails_the_trial_by_name(tmp_path):
     described = task(model=lambda: Keeps(8, 4))
     with running(checkpoint_dir=tmp_path) as pool:
         with pytest.raises(CheckpointError, match=r"attribute 'thing' of the model is of type builtins.object"):
