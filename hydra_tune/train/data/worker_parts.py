@@ -108,9 +108,11 @@ class _PayloadPickler(pickle.Pickler):
         return False
 
     def persistent_id(self, value: object) -> int | None:
-        """Return the number of a large plain CPU tensor, to be sent in shared memory; None for values to pickle."""
+        """Return the number of a large dense CPU tensor, to be sent in shared memory; None for values to pickle."""
         if (
             type(value) is not Tensor
+            or value.layout is not torch.strided
+            or value.is_nested
             or value.device.type != "cpu"
             or value.requires_grad
             or value.nbytes < _SHARED_BYTES

@@ -106,6 +106,16 @@ def test_workers_write_to_memory_that_the_program_shares(is_array):
     assert rows[0] > 0
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, that these kinds are new
+def test_tensors_with_memory_of_another_kind_reach_workers():
+    dataset = Rows(torch.zeros(1))
+    dataset.rows = [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), torch.nested.nested_tensor([torch.ones(2)])]
+    coo, csr, nested = pickle.loads(pickle.dumps(packed("dataset", dataset, "spawn", None))).rows
+    assert coo.to_dense().equal(torch.eye(3))
+    assert csr.to_dense().equal(torch.eye(3))
+    assert nested.unbind()[0].equal(torch.ones(2))
+
+
 def test_a_large_array_is_not_in_the_pickle_and_is_as_it_is_when_workers_start():
     rows = np.zeros(LARGE, dtype=np.float32)
     part = packed("dataset", ReadOnly(rows), "spawn", None)
