@@ -244,7 +244,7 @@ def _bytes_from(span: _TensorStorageSpan) -> int:
 
 def _lay_out(group: list[_TensorStorageSpan], stored: dict[str, Tensor], views: dict[str, _StoredTensorView]) -> None:
     start, end = min(span.start for span in group), max(span.end for span in group)
-    base = next((span for span in group if span.end - span.start == end - start == span.tensor.numel()), None)
+    base = next((span for span in group if span.end - span.start == end - start and _is_gapless(span.tensor)), None)
     # No member covers the whole memory without gaps.
     if base is None:
         name = _STRETCH + group[0].name
@@ -257,6 +257,11 @@ def _lay_out(group: list[_TensorStorageSpan], stored: dict[str, Tensor], views: 
         # A contiguous base is stored as it is, for any reader of the format; every other member needs a view.
         if span is not base or not tensor.is_contiguous():
             views[span.name] = _StoredTensorView(name, tuple(tensor.shape), tuple(tensor.stride()), span.start - start)
+
+
+def _is_gapless(tensor: Tensor) -> bool:
+    """Whether a tensor has each element of its memory once."""
+    return tensor.numel() == 0 or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def _checksum(stored: Mapping[str, Tensor], metadata: Mapping[str, str], views: Mapping[str, Any]) -> int:

@@ -100,6 +100,10 @@ class SavedTensorSpiller:
         self._stays = stays
         self._copies: weakref.WeakValueDictionary[int, SavedStorageCopy] = weakref.WeakValueDictionary()
 
+    def use(self, device: Device) -> None:
+        """Send tensors that are saved from now on from another device."""
+        self._device = device
+
     def hooks(self) -> AbstractContextManager[object]:
         """Context in which autograd saves tensors through this object."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)

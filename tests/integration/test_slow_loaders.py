@@ -177,6 +177,24 @@ def test_no_step_runs_before_the_trial_has_a_device_again(hanging, case):
     assert train.thread not in threads[before:]
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("at", [1, 5])
+def test_a_trial_that_leaves_within_its_first_step_gives_all_room_back(hanging, at, precision):
+    """Before the second batch, and before a step of five batches that were all of the pass."""
+    train, other = hanging(at), described(plain_batches)
+    slow = described(train, accumulate=at + 1, precision=precision, epochs=1)
+    with running(num_shards=None, loader_timeout=None) as pool:
+        job = pool.submit(slow)
+        assert train.reached.wait(PATIENCE_SECONDS)
+        assert pool.submit(other).result(PATIENCE_SECONDS).status == "completed"
+        train.opened.set()
+        found = job.result(PATIENCE_SECONDS)
+        pool.submit(other).result(PATIENCE_SECONDS)
+        (pager,) = pool._pool._pagers.values()
+        assert pager.ledger.used_bytes == pager.resident_bytes
+    assert against_plain(slow, found) == []
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("memory", [None, TIGHT], ids=["all fits", "one fits"])
 @pytest.mark.parametrize("at", [0, 1, 3])

@@ -41,8 +41,8 @@ _FIRST_BIT, _OF_FILE, _EXISTS = 61, 1, 6
 
 _NUMBERS = itertools.count()
 _LOCK = threading.Lock()
-_SOURCES: "dict[int, SharedTensor]" = {}
-"""The shared tensor that begins at an address of a living mapping."""
+_SOURCES: "dict[int, tuple[weakref.ref[mmap.mmap], SharedTensor]]" = {}
+"""The shared tensor that begins at an address of a mapping, with the mapping."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
@@ -111,9 +111,10 @@ class SharedFile:
         """Map the file once more; return the tensors by name, each on a storage of its own, which may be written."""
         mapping = self._mapping()
         flats = {name: self._flat(mapping, name) for name in self.tensors}
-        sources = {flats[name].data_ptr(): source for name, source in self.tensors.items()}
+        reference = weakref.ref(mapping)
+        sources = {flats[name].data_ptr(): (reference, source) for name, source in self.tensors.items()}
         # Python unmaps the memory before the call, so another mapping may have the addresses again by then.
-        weakref.finalize(mapping, _forget, list(sources)).atexit = False
+        weakref.finalize(mapping, _forget, list(sources), reference).atexit = False
         with _LOCK:
             _SOURCES.update(sources)
         with unseen():
@@ -141,9 +142,11 @@ def shared_source(tensor: Tensor) -> SharedTensor | None:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
         return None
     with _LOCK:
-        source = _SOURCES.get(tensor.data_ptr())
-    if source is None:
+        entry = _SOURCES.get(tensor.data_ptr())
+    # Other memory may have the addresses of a mapping that has ended.
+    if entry is None or entry[0]() is None:
         return None
+    source = entry[1]
     slot = source.slot
     if (tensor.dtype, tensor.shape, tensor.stride()) != (slot.dtype, slot.shape, slot.stride):
         return None
@@ -193,10 +196,12 @@ def _has_own_pages(address: int, nbytes: int) -> bool | None:
     return bool(((bits & _EXISTS).bool() & ~(bits & _OF_FILE).bool()).any())
 
 
-def _forget(addresses: Iterable[int]) -> None:
+def _forget(addresses: Iterable[int], reference: "weakref.ref[mmap.mmap]") -> None:
+    """Forget the tensors of a mapping that has ended, but not those of a later mapping at the same addresses."""
     with _LOCK:
         for address in addresses:
-            _SOURCES.pop(address, None)
+            if address in _SOURCES and _SOURCES[address][0] is reference:
+                del _SOURCES[address]
 
 
 def _unnamed_file(nbytes: int) -> int:

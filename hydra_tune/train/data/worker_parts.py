@@ -2,10 +2,13 @@
 
 `ready` (`loader_workers.py`) packs the parts of a loader before the workers of a pass start.
 
-Note: large data. Tensors move to shared memory once, the program's own tensors included, and all workers map the same
-memory: a write by a worker changes the program's tensor and every other worker's tensor. Numpy arrays are copied once
-per pass to a file in memory, which each worker maps privately: a write by a worker changes no other worker's array, as
-after a fork. An array mapped from a file is mapped again in the worker.
+Note: large data. Tensors move to shared memory once, the program's own tensors included. Numpy arrays are copied once
+per pass to a file in memory. Each worker maps both privately: a write by a worker changes neither the program's data
+nor another worker's data, as after a fork. Tensors in memory that the program itself shares, such as a cache for all
+workers, stay shared. An array mapped from a file is mapped again in the worker.
+
+Note: forks by the program. A tensor never leaves shared memory again, so workers that the program forks later write
+into the program's tensor.
 """
 
 import io
@@ -14,19 +17,31 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import reduction
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.train.data.worker_server import LoaderForkServer, has_main_file
 
+# Parts of torch without types.
+_sharing: Any = reductions
+
 # From this size on, data is shared with the workers. Smaller data is sent, because each shared tensor takes a descriptor.
 _SHARED_BYTES = 1 << 20
+
+# Strategy of sharing (`torch.multiprocessing`) by storage, for the storages that moved to shared memory here.
+_MOVED: dict[Any, str] = {}
+
+# In a worker: the storages that the worker maps.
+_MAPPED: set[Any] = set()
 
 _HAS_MEMORY_FILES = hasattr(os, "memfd_create")
 
@@ -36,7 +51,7 @@ class LoaderWorkerPayload:
 
     Args:
         pickled: everything but large data.
-        tensors: tensors in shared memory.
+        tensors: large tensors, in shared memory.
         buffers: buffers of arrays, copied when the first worker is started.
     """
 
@@ -50,11 +65,12 @@ class LoaderWorkerPayload:
         return len(self._pickled)
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        tensors, maps = _sent(self._tensors)
         if not self._buffers:
-            return _unpack, (self._pickled, self._tensors, None, ())
+            return _unpack, (self._pickled, tensors, maps, None, ())
         if self._file is None:
             self._file = _MemoryFile(self._buffers)
-        return _unpack, (self._pickled, self._tensors, reduction.DupFd(self._file.number), self._file.spans)
+        return _unpack, (self._pickled, tensors, maps, reduction.DupFd(self._file.number), self._file.spans)
 
 
 class _MemoryFile:
@@ -92,9 +108,11 @@ class _PayloadPickler(pickle.Pickler):
         return False
 
     def persistent_id(self, value: object) -> int | None:
-        """Return the number of a large plain CPU tensor, to be sent in shared memory; None for values to pickle."""
+        """Return the number of a large dense CPU tensor, to be sent in shared memory; None for values to pickle."""
         if (
             type(value) is not Tensor
+            or value.layout is not torch.strided
+            or value.is_nested
             or value.device.type != "cpu"
             or value.requires_grad
             or value.nbytes < _SHARED_BYTES
@@ -134,14 +152,97 @@ class _PayloadUnpickler(pickle.Unpickler):
         return self._tensors[index]
 
 
-def _unpack(pickled: bytes, tensors: list[Tensor], sent: Any, spans: list[tuple[int, int]]) -> object:
+@dataclass(frozen=True, slots=True)
+class _TensorPlace:
+    """A tensor as a view of a storage, given by its number."""
+
+    storage: int
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def view(self, storages: list[torch.UntypedStorage]) -> Tensor:
+        """Return the tensor."""
+        return torch.empty(0, dtype=self.dtype).set_(storages[self.storage], self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class _StorageMap:
+    """A storage in shared memory, given by a descriptor or by a name, to be mapped privately."""
+
+    file: Any
+    nbytes: int
+
+    def storage(self) -> torch.UntypedStorage:
+        """Map the storage."""
+        number = None if isinstance(self.file, str) else self.file.detach()
+        path = f"/proc/self/fd/{number}" if number is not None else f"/dev/shm{self.file}"  # noqa: S108 - as torch names it
+        # A file with a name begins with a count of its users.
+        start = Path(path).stat().st_size - self.nbytes
+        mapped = torch.UntypedStorage.from_file(path, shared=False, nbytes=start + self.nbytes)
+        if number is not None:
+            os.close(number)
+        storage: Any = mapped[start:]
+        _MAPPED.add(_sharing.StorageWeakRef(storage))
+        reduction.ForkingPickler.register(Tensor, _reduced)
+        return cast("torch.UntypedStorage", storage)
+
+
+def _reduced(tensor: Tensor) -> Any:
+    """Return how a worker sends a tensor: a view of mapped memory as a copy, because torch would copy all of the memory."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.requires_grad
+    if is_plain and tensor.device.type == "cpu" and tensor.numel():
+        storage = tensor.untyped_storage()
+        if _sharing.StorageWeakRef(storage) in _MAPPED:
+            span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            flat = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), (span,), (1,)).clone()
+            tensor = flat.as_strided(tensor.shape, tensor.stride())
+    return _sharing.reduce_tensor(tensor)
+
+
+def _sent(tensors: list[Tensor]) -> tuple[list[Tensor | _TensorPlace], list[_StorageMap]]:
+    """Return how a worker gets tensors in shared memory, and the storages that the worker maps."""
+    places: list[Tensor | _TensorPlace] = []
+    maps: list[_StorageMap] = []
+    numbers: dict[Any, int] = {}
+    for tensor in tensors:
+        storage: Any = tensor.untyped_storage()
+        key = _sharing.StorageWeakRef(storage)
+        strategy = _MOVED.get(key)
+        if strategy is None:
+            # The program shares the tensor, and may read its workers' writes.
+            places.append(tensor)
+            continue
+        if key not in numbers:
+            numbers[key] = len(maps)
+            is_named = strategy == "file_system"
+            file = (
+                storage._share_filename_cpu_()[1].decode() if is_named else reduction.DupFd(storage._share_fd_cpu_()[0])
+            )
+            maps.append(_StorageMap(file, storage.nbytes()))
+        places.append(
+            _TensorPlace(numbers[key], tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        )
+    return places, maps
+
+
+def _unpack(
+    pickled: bytes,
+    tensors: list[Tensor | _TensorPlace],
+    maps: list[_StorageMap],
+    sent: Any,
+    spans: list[tuple[int, int]],
+) -> object:
     buffers: list[memoryview] = []
     if sent is not None:
         number = sent.detach()
         mapped = memoryview(mmap.mmap(number, 0, access=mmap.ACCESS_COPY))
         os.close(number)
         buffers = [mapped[start : start + size] for start, size in spans]
-    return _PayloadUnpickler(pickled, tensors, buffers).load()
+    storages = [storage_map.storage() for storage_map in maps]
+    found = [place.view(storages) if isinstance(place, _TensorPlace) else place for place in tensors]
+    return _PayloadUnpickler(pickled, found, buffers).load()
 
 
 def _mapped_again(value: Any) -> Any:
@@ -207,5 +308,25 @@ def _share(tensors: list[Tensor]) -> None:
         return
     # Moving a storage to shared memory frees the old memory, and another trial may be reading there.
     with GATE.exclusive():
+        for key in list(_MOVED):
+            if key.expired():
+                del _MOVED[key]
+        ranges = _shared_ranges()
+        strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
         for storage in storages:
+            address = storage.data_ptr()
+            if not storage.is_shared() and not any(start <= address < end for start, end in ranges):
+                # Before the move: another thread asks without the gate whether the storage is shared.
+                _MOVED[_sharing.StorageWeakRef(storage)] = strategy
             storage.share_memory_()
+
+
+def _shared_ranges() -> list[tuple[int, int]]:
+    """Return the addresses of memory that this process shares with others, such as a `multiprocessing.Array`."""
+    ranges = []
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+        addresses, rights = line.split(maxsplit=2)[:2]
+        if rights.endswith("s"):
+            start, end = addresses.split("-")
+            ranges.append((int(start, 16), int(end, 16)))
+    return ranges

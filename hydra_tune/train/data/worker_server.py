@@ -16,6 +16,7 @@ This module knows nothing of loaders, trials or devices. `_WAITS` names function
 threads wait: renaming such a function or file without `_WAITS` makes workers start slowly.
 """
 
+import contextlib
 import gc
 import io
 import os
@@ -112,8 +113,10 @@ class LoaderForkServer(forkserver.ForkServer):
                 return
             os.close(self._forkserver_alive_fd)
             # Killed, because a server that is still importing would not notice the closed pipe.
-            os.kill(self._forkserver_pid, signal.SIGKILL)
-            os.waitpid(self._forkserver_pid, 0)
+            if not _has_ended(self._forkserver_pid, os.WNOHANG):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._forkserver_pid, signal.SIGKILL)
+                _has_ended(self._forkserver_pid, 0)
             Path(self._forkserver_address).unlink(missing_ok=True)
             self._forkserver_pid = self._forkserver_alive_fd = self._forkserver_address = None
 
@@ -127,7 +130,7 @@ class LoaderForkServer(forkserver.ForkServer):
         resource_tracker.ensure_running()
         with self._lock:
             pid = self._forkserver_pid
-            if pid is None or os.waitpid(pid, os.WNOHANG)[0]:
+            if pid is None or _has_ended(pid, os.WNOHANG):
                 self._forkserver_pid = None
                 raise ConnectionError("the process that forks workers has ended")
 
@@ -150,6 +153,15 @@ class LoaderForkServer(forkserver.ForkServer):
         resource_tracker.ensure_running()
         self._forkserver_address = listener.getsockname()
         self._forkserver_alive_fd, self._forkserver_pid = alive_w, pid
+
+
+def _has_ended(pid: int, options: int) -> bool:
+    """Wait for a child as `os.waitpid` does; return whether the child has ended."""
+    try:
+        return os.waitpid(pid, options)[0] != 0
+    except ChildProcessError:
+        # The program takes the ends of all its children, as by `signal.signal(signal.SIGCHLD, signal.SIG_IGN)`.
+        return True
 
 
 class ForkServerRegistry:

@@ -179,6 +179,7 @@ class WholeModelRunner:
         Args:
             number: of the step, from 1.
         """
+        self._follow_on()
         tracked_step, self._before = self._following, None
         self._unnote("train")
         with nullcontext() if tracked_step is None else tracked_step.updating(self._trained_parameters()):
@@ -276,6 +277,7 @@ class WholeModelRunner:
     def _placed(self, mode: str, batch: Batch) -> Batch:
         """Move the batch to the device of the step; follow the step if no step of its kind has been followed."""
         assert self._device is not None
+        self._follow_on()
         if not self._device.is_host:
             batch = moved(batch, self._device.torch_device)
         # With accumulation, a later batch of the step may be of a new kind and need an undo that covers the earlier
@@ -302,12 +304,23 @@ class WholeModelRunner:
         self._note(mode, is_always_followed=self.always_sheds or kind is None)
         return batch
 
+    def _follow_on(self) -> None:
+        """Follow the rest of a step under the present lease: the trial may have left its device within the step."""
+        if self._following is not None and self._following.lease is not self._lease:
+            assert self._lease is not None
+            assert self._device is not None
+            self._following.go_on(self._lease, self._device, self.workspace_bytes, self._present_state())
+
+    def _present_state(self) -> list[Tensor]:
+        """Return the tensors that have room on the lease already."""
+        assert self._device is not None
+        return [*dict(named_state(self._module)).values(), *optimizer_tensors(self._optimizer, self._device)]
+
     def _follow(self) -> "_TrackedStep":
         assert self._lease is not None
         assert self._device is not None
         device = self._device
-        named_tensors = dict(named_state(self._module))
-        state = [*named_tensors.values(), *optimizer_tensors(self._optimizer, device)]
+        state = self._present_state()
         gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         tracked_step = _TrackedStep(self._lease, device, self.workspace_bytes, state, gradients, self._task.precision)
         tracked_step.optimizer_bytes = self._optimizer_bytes()
@@ -411,11 +424,12 @@ class _TrackedStep:
     """A followed step.
 
     Attributes:
+        lease: source of room; another one after `go_on`.
         kept_bytes: lasting bytes created by the step, such as the optimizer's state.
         optimizer_bytes: bytes of the optimizer's state before the step.
 
     Args:
-        lease: source of room; the lease of the step's first batch, also where a later batch runs under another lease.
+        lease: as of the attribute.
         device: device of the step's first batch.
         granted_bytes: initial room of the step.
         state: tensors with room on the lease already.
@@ -433,12 +447,12 @@ class _TrackedStep:
         precision: str,
     ) -> None:
         state = list(state)
-        storages = {tensor.untyped_storage()._cdata for tensor in state}  # noqa: SLF001 - the storage's identity
+        self._state_storages = {tensor.untyped_storage()._cdata for tensor in state}  # noqa: SLF001 - the storage's identity
         # In mixed precision and in compiled code, where no mode follows the operators, tensors become known when
         # autograd saves them.
         self._saved = LazySavedTensorSpiller(
             device,
-            lambda t: t.untyped_storage()._cdata in storages,  # noqa: SLF001
+            lambda t: t.untyped_storage()._cdata in self._state_storages,  # noqa: SLF001
             lambda t: self._tracker.follow(t.detach()),
         )
         self._tracker = WorkspaceTracker(lease, granted_bytes, device.alignment, self._saved.shed)
@@ -447,7 +461,7 @@ class _TrackedStep:
         # Under autocast, kernels that call others inside (the fused transformer layer) round differently where a mode follows.
         self._is_tracked = precision == "float32"
         self._alignment = device.alignment
-        self._lease = lease
+        self.lease = lease
         self._before_update = 0
         self.kept_bytes = self.optimizer_bytes = 0
 
@@ -459,6 +473,26 @@ class _TrackedStep:
     def shed(self) -> None:
         """Send activations to the host from now on."""
         self._saved.shed()
+
+    def go_on(self, lease: Lease, device: Device, granted_bytes: int, state: Iterable[Tensor]) -> None:
+        """Follow the rest of the step under another lease, perhaps on another device.
+
+        Args:
+            lease: lease of the rest.
+            device: device of the rest.
+            granted_bytes: initial room on the lease.
+            state: tensors with room on the lease already.
+
+        Raises:
+            BudgetError: the lease has no room for the step's present bytes.
+        """
+        state = list(state)
+        self.lease = lease
+        # The state may have moved away and back, to other memory.
+        self._state_storages = {tensor.untyped_storage()._cdata for tensor in state}  # noqa: SLF001
+        self._saved.use(device)
+        self._tracker.use(lease, granted_bytes)
+        self._tracker.know(*state)
 
     @property
     def workspace_bytes(self) -> int:
@@ -507,7 +541,7 @@ class _TrackedStep:
             yield
         self.kept_bytes = tracker.current_bytes
         if self.has_shed:
-            self._lease.count(self._saved)
+            self.lease.count(self._saved)
 
     def _tracked(self) -> Any:
         return self._tracker if self._is_tracked else nullcontext()

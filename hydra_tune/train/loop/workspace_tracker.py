@@ -57,6 +57,15 @@ class WorkspaceTracker(StorageTracker):  # type: ignore[no-untyped-call]
         self.given_bytes = 0
         self._is_shedding = False
 
+    def use(self, lease: Lease, granted_bytes: int) -> None:
+        """Take room from another lease from now on, the present bytes included.
+
+        Args:
+            lease: source of room.
+            granted_bytes: initial room.
+        """
+        self._lease, self._granted_bytes = lease, granted_bytes
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Return True: torch would otherwise leave the user's compiled code uncompiled for good."""

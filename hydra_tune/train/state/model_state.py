@@ -316,6 +316,7 @@ class ModelState(TensorGroups):
         the new values and its place again.
         """
         fresh: dict[tuple[str, str], Tensor] = {}
+        replaced: dict[tuple[str, str], Tensor] = {}
         for name in names:
             entries = self.optimizer.state.get(self.tensors[name], {})
             for key, value in entries.items():
@@ -328,16 +329,30 @@ class ModelState(TensorGroups):
                     continue
                 if earlier_tensor is not None and _alike(earlier_tensor, value):
                     # An optimizer that makes new state at each step: its place in the group is taken already.
-                    earlier_tensor.copy_(value)
-                    entries[key] = earlier_tensor
+                    replaced[name, key] = value
                 else:
                     fresh[name, key] = value
+        if replaced:
+            self._copy_into_place(replaced, fresh)
         if not fresh:
             return
         self._check_apart(dict.fromkeys(name for name, _ in fresh))
         # The new tensors are copied on another thread, so the kernels that fill them must have ended.
         device.synchronize()
         self._group_optimizer_state(names, fresh, device)
+
+    def _copy_into_place(self, replaced: dict[tuple[str, str], Tensor], fresh: dict[tuple[str, str], Tensor]) -> None:
+        """Copy new state, by parameter name and key, into the tensors that are in groups already."""
+        places = {self._adopted[place].data_ptr() for place in replaced}
+        for state in (replaced, fresh):
+            for (name, key), value in state.items():
+                # Some optimizers hand tensors on from key to key, and a copy below would overwrite such a tensor.
+                if value.layout is torch.strided and value.data_ptr() in places:
+                    state[name, key] = self.optimizer.state[self.tensors[name]][key] = value.clone()
+        for (name, key), value in replaced.items():
+            earlier_tensor = self._adopted[name, key]
+            earlier_tensor.copy_(value)
+            self.optimizer.state[self.tensors[name]][key] = earlier_tensor
 
     def _check_apart(self, names: Iterable[str]) -> None:
         """Refuse optimizer state on memory of other state or of its parameter: the groups would hold copies apart.

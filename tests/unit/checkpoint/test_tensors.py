@@ -107,6 +107,12 @@ def test_overlaps_that_no_tensor_covers(tmp_path: Path):
     assert loaded["wide"].stride() == (0,)
 
 
+@pytest.mark.parametrize("has_memory", [False, True])
+def test_elements_that_overlap_with_gaps_between_them_come_back(tmp_path: Path, has_memory: bool):
+    memory = torch.arange(4.0)
+    round_trip(tmp_path / "t", {"overlapping": memory[::3].expand(2, 2)} | ({"memory": memory} if has_memory else {}))
+
+
 def test_parts_of_one_buffer_that_do_not_overlap_are_untied(tmp_path: Path):
     """As the parameters of a shard lie in its flat buffer: the file holds them, not the buffer."""
     buffer = torch.randn(100_000)

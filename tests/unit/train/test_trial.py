@@ -152,6 +152,23 @@ class LeakyMomentum(torch.optim.Optimizer):
                     p.sub_(group["lr"] * state["momentum"])
 
 
+class HandsStateOn(torch.optim.Optimizer):
+    """Keeps the last three gradients, and hands each tensor on to the next key; the third key comes later."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if "older" in state:
+                state["oldest"] = state["older"]
+            state["older"] = state.get("last", torch.zeros_like(p))
+            state["last"] = p.grad.clone()
+            p.sub_(state["last"] + 0.5 * state["older"] + state.get("oldest", 0), alpha=self.param_groups[0]["lr"])
+
+
 class CountsSteps(torch.optim.SGD):
     """Keeps a count in its group: stepping it once a shard counts too often."""
 
@@ -651,6 +668,7 @@ CASES: dict[str, TrainTask] = {
     "train() writes weights": task(model=Merges, validate=SAMPLES, report_every=2),
     "evaluation with numpy": task(validate=SAMPLES, evaluate=_with_numpy),
     "one value under two names": task(validate=SAMPLES, evaluate=_named_twice),
+    "state from key to key": task(optimizer=partial(HandsStateOn, lr=0.1)),
 }
 
 

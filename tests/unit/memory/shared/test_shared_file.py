@@ -56,6 +56,26 @@ def test_a_write_of_any_kind_shows_to_its_writer_alone(tensors, way, write):
         assert shared_source(others["wide"]) is file.tensors["wide"]
 
 
+def test_a_mapping_made_while_another_ends_stays_shared(tensors, monkeypatch):
+    file, later = SharedFile(tensors), []
+    forget = shared_file._forget
+
+    def late(*arguments):
+        # The old memory is gone, so the system gives its addresses to the new mapping.
+        later.append(file.mapped())
+        forget(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_file, "_forget", late)
+        earlier = file.mapped()
+        patch.setattr(shared_file, "_forget", forget)
+        del earlier
+        gc.collect()
+    (mapped,) = later
+    for name, tensor in mapped.items():
+        assert shared_source(tensor) is file.tensors[name]
+
+
 def test_other_tensors_come_from_no_file(tensors):
     mapped = SharedFile(tensors).mapped()
     assert shared_source(nn.Parameter(mapped["wide"])) is not None
