@@ -308,7 +308,8 @@ def weights_path(
         weights_dir: present place of the study's folder, if moved.
 
     Raises:
-        WeightsError: the weights are not kept; the message lists the trials with weights.
+        WeightsError: the weights are not kept, and the message lists the trials with weights; or a copy of the study under the
+            same name has made the file.
         ValueError: the study has no best trial.
     """
     return _path_of(study, _frozen(study, trial), weights_dir)
