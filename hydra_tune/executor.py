@@ -35,6 +35,7 @@ from hydra_tune.interrupts import ends_in_order, hold_interrupts, is_interrupt
 from hydra_tune.isolation.parent import THERE_IS, IsolatedPoolClient
 from hydra_tune.loop_task import LoopTask, refuse_loops
 from hydra_tune.observe.live.snapshot import Goal
+from hydra_tune.paths import absolute_path
 from hydra_tune.pool.checkpointing.lookup import (
     CheckpointSummary,
     check_checkpoint,
@@ -376,7 +377,7 @@ class HydraExecutor:
         if path is not None:
             # Checkpoints are written in the background: wait for pending writes, or the newest would be missed.
             pool.checkpoints.flush()
-            checkpoint_path = check_checkpoint(Path(path).absolute())
+            checkpoint_path = check_checkpoint(absolute_path(path))
             origin = StartCheckpointSource(
                 path=checkpoint_path, allows_changes=resume != "strict", only_weights=warm_start is not None
             )
@@ -436,7 +437,7 @@ class HydraExecutor:
         # Check here, in the caller: a missing checkpoint raises at submit, not later in the pool's process.
         for option in ("resume_from", "warm_start"):
             if options[option] is not None:
-                options[option] = check_checkpoint(Path(options[option]).absolute())
+                options[option] = check_checkpoint(absolute_path(options[option]))
         return self._isolated.submit(task, name, events, options)
 
     def _begin_isolated(self, crashes: int) -> "tuple[HydraExecutor, Callable[[Job], Path | None]]":
@@ -528,7 +529,7 @@ class HydraExecutor:
         """
         pool = self._started()
         content = (self._fusion or pool).copy(job).result()
-        checkpoint_folder = CheckpointFolder(Path(folder).absolute())
+        checkpoint_folder = CheckpointFolder(absolute_path(folder))
         try:
             checkpoint_folder.write(content)
         finally:

@@ -9,9 +9,10 @@ decides. SIGTERM ends a Python program on the spot by default; inside `ends_in_o
 `Terminated` by a handler of its own (`cli/run/interrupt.py`).
 
 Note: the state belongs to the main thread of the process. In any other thread all contexts here do nothing. A forked
-process inherits handlers and state as of the fork.
+process, such as a worker of `multiprocessing.Pool`, holds no interrupts, and SIGTERM ends the process on the spot.
 """
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -89,6 +90,13 @@ class _InterruptHolder:
             number, self.pressed = self.pressed[0], []
             self._before[number](number, None)
 
+    def release_in_child(self) -> None:
+        """Restore the handlers in a forked process, whose blocks end in its parent alone."""
+        self.pressed = []
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.pressed.append(number)
         if not self.is_open and len(self.pressed) < _PATIENCE:
@@ -164,14 +172,26 @@ def ends_in_order() -> Iterator[None]:
         yield
         return
 
-    def handle(number: int, _frame: FrameType | None) -> None:
-        # Restored before raising, so that a second SIGTERM kills a program that hangs in its cleanup.
-        signal.signal(number, signal.SIG_DFL)
-        raise Terminated
-
-    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGTERM, _end_in_order)
     try:
         yield
     finally:
-        if _is_main() and signal.getsignal(signal.SIGTERM) is handle:
+        if _is_main() and signal.getsignal(signal.SIGTERM) is _end_in_order:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end_in_order(number: int, _frame: FrameType | None) -> None:
+    # Restored before raising, so that a second SIGTERM kills a program that hangs in its cleanup.
+    signal.signal(number, signal.SIG_DFL)
+    raise Terminated
+
+
+def _in_child() -> None:
+    """Let signals through in a forked process: whoever forks workers ends each with one SIGTERM, and waits for the end."""
+    _holder.release_in_child()
+    if signal.getsignal(signal.SIGTERM) is _end_in_order:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

@@ -11,8 +11,9 @@ the marked trial, if exactly one trial is marked, and either no thread was named
 If no rule applies, all marked trials become *suspects* in the next process: while a suspect is marked there, no other
 trial is, so the next crash has a single candidate.
 
-Note: turns. While a process has suspects, `at_work` may wait for other threads to leave. So a thread must not wait, inside
-`at_work`, for another thread that has yet to enter.
+Note: turns. While a process has suspects, `at_work` may wait for other trials to leave. So a thread must not wait, inside
+`at_work`, for another thread that has yet to enter for another trial. Several threads may enter for one trial: a worker waits
+for the thread of a user's loop.
 """
 
 import hashlib
@@ -57,7 +58,9 @@ class TrialMarkTable:
         self._free = deque(range(2, _SLOTS + 2))
         self._suspects: frozenset[str] = frozenset()
         self._changed = threading.Condition()
-        self._num_inside, self._is_alone = 0, False
+        self._num_inside = 0
+        # The suspect inside; None: no suspect is.
+        self._lone: str | None = None
         self._is_given_up = False
 
     def begin(self, suspects: Iterable[str]) -> None:
@@ -74,7 +77,7 @@ class TrialMarkTable:
     def at_work(self, name: str) -> Iterator[None]:
         """Mark a trial for this thread inside the context; with suspects, wait for a turn first."""
         name = marked_as(name)
-        turn = self._turn(is_alone=name in self._suspects) if self._suspects else nullcontext()
+        turn = self._turn(name) if self._suspects else nullcontext()
         with turn:
             try:
                 slot = self._free.popleft()
@@ -100,16 +103,24 @@ class TrialMarkTable:
         _SLOT.pack_into(self._memory, at, threading.get_ident(), len(text))
 
     @contextmanager
-    def _turn(self, *, is_alone: bool) -> Iterator[None]:
+    def _turn(self, name: str) -> Iterator[None]:
+        is_suspect = name in self._suspects
         with self._changed:
-            # A suspect runs alone, so that a crash has a single candidate; all other trials share the turn.
-            self._changed.wait_for(lambda: not self._is_alone and not (is_alone and self._num_inside))
-            self._num_inside, self._is_alone = self._num_inside + 1, is_alone
+            # A suspect runs alone, so that a crash has a single candidate; all other trials share the turn. Further threads
+            # of the suspect inside enter at once: the first may wait for them.
+            self._changed.wait_for(
+                lambda: self._lone == name or (self._lone is None and not (is_suspect and self._num_inside))
+            )
+            self._num_inside += 1
+            if is_suspect:
+                self._lone = name
         try:
             yield
         finally:
             with self._changed:
-                self._num_inside, self._is_alone = self._num_inside - 1, False
+                self._num_inside -= 1
+                if not self._num_inside:
+                    self._lone = None
                 self._changed.notify_all()
 
     def end(self, code: int) -> None:

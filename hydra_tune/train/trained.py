@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hydra_tune.checkpoint.tensors import save_tensors
 from hydra_tune.errors import HydraTuneError, first_line
+from hydra_tune.paths import absolute_path
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,4 +79,4 @@ class TrainingOutcome:
             HydraTuneError: the run has left no weights.
             FileError: the file cannot be written.
         """
-        save_tensors(Path(path), self.state_dict(), metadata)
+        save_tensors(absolute_path(path), self.state_dict(), metadata)

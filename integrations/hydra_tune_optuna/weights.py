@@ -7,7 +7,8 @@ A thread of `BestWeights` (`checkpoint/best.py` of `hydra_tune`) writes the file
 
 Note: location. Each study has its own folder in `weights_dir`; the study's storage records the folder's name and place.
 So new studies of one name share no folder, and any process that can open the study finds the weights. Only a copy of a
-study under the same name, in another storage, shares the folder. `weights_dir=` finds a folder that was moved.
+study under the same name, in another storage, shares the folder; `weights_path` and `load_module` refuse the file of a trial
+that the other study made. `weights_dir=` finds a folder that was moved.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from torch import nn
 from hydra_tune import TrainTask
 from hydra_tune.checkpoint.best import BestWeights, Values, kept_trials, weights_file
 from hydra_tune.checkpoint.tensors import load_metadata
-from hydra_tune.errors import ConfigError, WeightsError
+from hydra_tune.errors import ConfigError, FileError, WeightsError
 from hydra_tune.paths import absolute_path
 from hydra_tune.train.checkpoint.weights import load_module as load_task_module
 from hydra_tune_optuna import optuna_internals
@@ -130,7 +131,7 @@ class StudyWeights:
         metadata = {
             "study": self._study.study_name,
             "trial": str(trial.number),
-            "params": json.dumps(trial.params, default=str),
+            "params": _params_text(trial),
             "metrics": json.dumps(task.metrics),
         }
         number = _earlier_report(trial, task, result.history)
@@ -307,7 +308,8 @@ def weights_path(
         weights_dir: present place of the study's folder, if moved.
 
     Raises:
-        WeightsError: the weights are not kept; the message lists the trials with weights.
+        WeightsError: the weights are not kept, and the message lists the trials with weights; or a copy of the study under the
+            same name has made the file.
         ValueError: the study has no best trial.
     """
     return _path_of(study, _frozen(study, trial), weights_dir)
@@ -387,13 +389,44 @@ def _frozen(study: Study, trial: FrozenTrial | int | None) -> FrozenTrial:
 
 def _path_of(study: Study, trial: FrozenTrial, weights_dir: str | os.PathLike[str] | None) -> Path:
     folders = _folders(study, weights_dir)
+    others = ""
     for folder in folders:
         path = weights_file(folder, trial.number)
         if path.is_file():
-            return path
+            difference = _difference(trial, path)
+            if not difference:
+                return path
+            others = (
+                f"{str(path)!r} holds those of a trial with {difference}; a copy of the study under the same name has made the "
+                f"file, in the folder that the two share. Train the trial's task again, and give a copy a name of its own: "
+                f"copy_study(..., to_study_name=...)"
+            )
     raise WeightsError(
-        f"the weights of trial {trial.number} of study {study.study_name!r} are not kept: " + _why(trial, folders)
+        f"the weights of trial {trial.number} of study {study.study_name!r} are not kept: {others or _why(trial, folders)}"
     )
+
+
+def _difference(trial: FrozenTrial, path: Path) -> str:
+    """Describe how the trial that a file belongs to differs from a completed trial; empty where the two are one."""
+    if trial.state != TrialState.COMPLETE:
+        return ""
+    try:
+        metadata = load_metadata(path)
+        found = {"parameters": json.loads(metadata["params"]), "values": json.loads(metadata["values"])}
+    # The reader of a damaged file says so, and a file without these texts is the user's own.
+    except (FileError, KeyError, ValueError):
+        return ""
+    expected = {"parameters": json.loads(_params_text(trial)), "values": list(trial.values)}
+    for name, value in found.items():
+        texts = {json.dumps(each, sort_keys=True) for each in (value, expected[name])}
+        # By the texts too, because NaN differs from itself.
+        if value != expected[name] and len(texts) > 1:
+            return f"{name} {value} instead of {expected[name]}"
+    return ""
+
+
+def _params_text(trial: FrozenTrial) -> str:
+    return json.dumps(trial.params, default=str)
 
 
 def _why(trial: FrozenTrial, folders: Sequence[Path]) -> str:

@@ -30,7 +30,7 @@ class NamedGroups:
     def __call__(self, module: nn.Module) -> list[dict[str, Any]]:
         """Return the groups of a module's parameters."""
         named = dict(module.named_parameters())
-        return [{**group, "params": [named[name] for name in group["params"]]} for group in self.groups]
+        return [{**_own_tensors(group), "params": [named[name] for name in group["params"]]} for group in self.groups]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class OptimizerOfClass:
 
     def __call__(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Return an optimizer of parameter groups."""
-        return self.kind(groups, **self.arguments)
+        return self.kind(groups, **_own_tensors(self.arguments))
 
 
 def recipe_of(optimizer: Any, model: nn.Module) -> tuple[NamedGroups, OptimizerOfClass]:
@@ -75,12 +75,12 @@ def recipe_of(optimizer: Any, model: nn.Module) -> tuple[NamedGroups, OptimizerO
     if any(id(parameter) not in names for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(f"{kind.__name__} has tensors that are not parameters of the model{_TORCH}")
     groups = tuple(
-        {**group, "params": tuple(names[id(parameter)] for parameter in group["params"])}
+        {**_own_tensors(group), "params": tuple(names[id(parameter)] for parameter in group["params"])}
         for group in optimizer.param_groups
     )
     # The defaults may have names unknown to the constructor, such as `decoupled_weight_decay` of AdamW.
     known = inspect.signature(kind).parameters
-    arguments = {name: value for name, value in optimizer.defaults.items() if name in known}
+    arguments = _own_tensors({name: value for name, value in optimizer.defaults.items() if name in known})
     recipe = NamedGroups(groups), OptimizerOfClass(kind, arguments)
     try:
         again = recipe[1](recipe[0](model))
@@ -98,6 +98,11 @@ def recipe_of(optimizer: Any, model: nn.Module) -> tuple[NamedGroups, OptimizerO
                 "setting as its default, or an optimizer of torch"
             )
     return recipe
+
+
+def _own_tensors(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with copies of the tensors: a scheduler writes a learning rate that is a tensor in place."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:

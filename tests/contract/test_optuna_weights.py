@@ -217,6 +217,31 @@ def test_a_copied_study_keeps_weights_of_its_own(pool, tmp_path):
         assert_bitwise(searched.load_module(), scored(None, None, score), searched.best_trial)
 
 
+@pytest.mark.parametrize("differs", ["parameters", "values"])
+def test_weights_of_a_copy_with_the_same_name_are_not_taken_for_a_trials_own(pool, tmp_path, differs):
+    """The copy's trial 1 writes its weights over those of the study's."""
+
+    def searched(rate, score):
+        return lambda trial: metrics_task(trial.suggest_float("rate", rate, rate), score)
+
+    first, second = (f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second"))
+    study = create_study(pool, storage=first, study_name="one")
+    study.optimize(searched(1.0, 5.0), n_trials=1)
+    optuna.copy_study(from_study_name="one", from_storage=first, to_storage=second)
+    copied = hydra_tune_optuna.load_study(study_name="one", storage=second, executor=pool, keep_best=2)
+    study.optimize(searched(2.0, 3.0), n_trials=1)
+    ours = searched(2.0, 3.0)
+    theirs = searched(4.0, 3.0) if differs == "parameters" else searched(2.0, 4.0)
+    copied.optimize(theirs, n_trials=1)
+    message = (
+        rf"trial 1 .* are not kept: .* a trial with {differs} .*4\.0.* instead of .*\. Train the trial's task again"
+    )
+    with pytest.raises(WeightsError, match=message):
+        study.load_module(1, build=ours)
+    assert_bitwise(copied.load_module(1, build=theirs), theirs, copied.trials[1])
+    assert_bitwise(study.load_module(0, build=searched(1.0, 5.0)), searched(1.0, 5.0), study.trials[0])
+
+
 def test_a_tilde_in_weights_dir_is_the_home_folder(pool, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()

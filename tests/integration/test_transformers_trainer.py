@@ -705,6 +705,19 @@ def test_an_optimizer_that_can_be_made_again_is_taken_over(tmp_path):
     task_from_trainer(making(tmp_path, live_model=True, given=own))
 
 
+def test_trials_of_a_task_begin_with_the_tensor_that_is_the_learning_rate(tmp_path):
+    """Schedulers write the tensor in place: those of other trials, and those of the trainer."""
+    model = text_model()
+    own = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+    task = task_from_trainer(making(tmp_path, live_model=True, given={"model": model, "optimizers": (own, None)}))
+    for _ in range(2):
+        module = task.model()
+        optimizer = task.optimizer(task.param_groups(module))
+        assert optimizer.param_groups[0]["lr"] == torch.tensor(0.1)
+        optimizer.param_groups[0]["lr"].zero_()
+        own.param_groups[0]["lr"].zero_()
+
+
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_an_optimizer_of_the_head_is_taken_over_where_nothing_else_is_clipped(tmp_path, is_frozen):
     own = optimizer_of_the_head()

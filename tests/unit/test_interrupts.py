@@ -1,8 +1,10 @@
 """Ctrl-C and SIGTERM wait where they are held, and are neither lost nor raised twice."""
 # ruff: noqa: PT012 - what comes after the interrupt within the block is the matter of these tests
 
+import multiprocessing
 import signal
 import threading
+from contextlib import nullcontext
 
 import pytest
 
@@ -204,3 +206,45 @@ def test_a_programs_own_handler_of_sigterm_stays():
         assert called == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def wait_for_a_signal(is_ready):
+    is_ready.set()
+    signal.pause()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*fork:DeprecationWarning"
+)  # of Python 3.12 and later, beside threads of other tests
+@pytest.mark.parametrize("holds", [nullcontext, hold_interrupts])
+def test_one_sigterm_ends_a_forked_process(holds):
+    """As at the end of the block of a `multiprocessing.Pool` in a trial's own code."""
+    fork = multiprocessing.get_context("fork")
+    is_ready = fork.Event()
+    with ends_in_order(), holds():
+        process = fork.Process(target=wait_for_a_signal, args=(is_ready,), daemon=True)
+        process.start()
+        assert is_ready.wait(10)
+        process.terminate()
+        process.join(10)
+        code = process.exitcode
+        process.kill()
+        process.join()
+    assert code == -signal.SIGTERM
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*fork:DeprecationWarning"
+)  # of Python 3.12 and later, beside threads of other tests
+def test_a_forked_process_holds_no_interrupt_and_its_parent_still_does():
+    fork = multiprocessing.get_context("fork")
+    done = []
+    with pytest.raises(KeyboardInterrupt), hold_interrupts():
+        press()
+        process = fork.Process(target=press)
+        process.start()
+        process.join()
+        done.append(process.exitcode)
+        press()
+        done.append("held")
+    assert done == [1, "held"]

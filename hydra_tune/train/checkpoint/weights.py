@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from hydra_tune.checkpoint.folder import load_checkpoint
 from hydra_tune.checkpoint.tensors import load_tensors
 from hydra_tune.errors import WeightsError
+from hydra_tune.paths import absolute_path
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.task import TrainTask
@@ -47,9 +48,10 @@ def load_module(task: TrainTask, path: str | Path) -> nn.Module:
         WeightsError: the model has other tensors, or tensors of other shapes or dtypes; the first few are named.
         Exception: any error of the task's `model`.
     """
-    if Path(path).is_dir():
-        return _from_checkpoint(task, Path(path))
-    state, _ = load_tensors(Path(path))
+    path = absolute_path(path)
+    if path.is_dir():
+        return _from_checkpoint(task, path)
+    state, _ = load_tensors(path)
     with RandomStreams(task.seed).everything(), GATE.shared():
         module = task.model()
         # Checked here, because `load_state_dict` would silently convert dtypes.

@@ -78,12 +78,12 @@ class NodePoolRuntime:
             raise
 
     def copy_at_end(self, job: Job) -> "Future[CheckpointContent] | None":
-        """Copy a job's last state at the end, if the job may train on after its last report.
+        """Copy a job's last state at the end, if the job may be over without waiting at a report known to be its last.
 
-        Trials with `report_every` in steps may do so, and are over then. A trial that reports by epochs waits at its
-        last report to be saved instead: None. No copy is made of such a trial that `stop=` ends after an earlier report.
+        Trials with `report_every` in steps may train on after their last report, and `stop=` may end a trial after any
+        report. Every other trial waits at its last report to be saved: None.
         """
-        if job.task.report_every == "epoch":
+        if job.task.report_every == "epoch" and job.task.stop is None:
             return None
         with contextlib.suppress(CheckpointError):  # over already, as the job's own events say
             return self.executor.copy_at_end(job)

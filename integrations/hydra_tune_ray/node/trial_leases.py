@@ -45,8 +45,8 @@ class LeasedTrial:
         expires: time at which the lease ends, by `time.monotonic()`.
         number: number of reports made so far.
         job: the pool's job; None: being built.
-        at_end: future of the last state, filled when the job completes; None: no copy is made, because a job that
-            reports by epochs waits at its last report to be saved.
+        at_end: future of the last state, filled when the job completes; None: no copy is made
+            (`NodePoolRuntime.copy_at_end`).
         said: last message of the job; None: no message since the last report was answered.
         target: name of the pool that the trial is to move to.
         leaving: background task that copies the trial for the move to `target`.

@@ -113,3 +113,27 @@ def test_a_suspect_runs_with_no_other_beside_it(marks):
         beside.start()
         beside.join()
     assert seen[-1] == {"other", "third"}
+
+
+def test_threads_of_one_suspect_enter_beside_each_other(marks):
+    """A worker waits, marked, for the thread of a user's loop; no other trial enters before the last of both has left."""
+    marks._suspects = frozenset({"suspect"})
+    seen, has_entered = [], threading.Event()
+
+    def work(name):
+        with marks.at_work(name):
+            seen.append(set(marks.marked().values()))
+            has_entered.set()
+
+    other = threading.Thread(target=work, args=("other",), daemon=True)
+    with marks.at_work("suspect"):
+        beside = threading.Thread(target=work, args=("suspect",), daemon=True)
+        beside.start()
+        assert has_entered.wait(10)
+        beside.join()
+        other.start()
+        while other.is_alive() and not marks._changed._waiters:
+            pass
+        assert other.is_alive()
+    other.join()
+    assert seen == [{"suspect"}, {"other"}]

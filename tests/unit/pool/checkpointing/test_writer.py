@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from hydra_tune import load_module
 from hydra_tune.checkpoint import files
 from hydra_tune.checkpoint.every import CheckpointInterval, parse_every
 from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
@@ -60,6 +61,22 @@ def test_saving_changes_nothing_and_leaves_the_last_state(tmp_path, options):
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert check_checkpoint_dir("~/saved") == tmp_path / "saved"
+
+
+def test_a_tilde_is_the_home_folder_wherever_a_state_is_read_or_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    described = task(**REPORTS)
+    with running(devices="cpu:1") as pool:
+        job = at_report(pool, described, 1)
+        assert pool.save_to(job, "~/saved") == tmp_path / "saved"
+        job.cancel()
+        result = finished(pool.submit(described, resume_from="~/saved"))
+        assert against_plain(described, result) == []
+        finished(pool.submit(described, warm_start="~/saved"))
+    result.save("~/weights.safetensors")
+    loaded = load_module(described, "~/weights.safetensors").state_dict()
+    assert list(differences(dict(result.state_dict()), dict(loaded))) == []
+    assert load_module(described, "~/saved").state_dict().keys() == loaded.keys()
 
 
 def test_another_pool_goes_on_from_any_report(tmp_path):

@@ -4,11 +4,19 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("ray")
 
+import ray
+
+from hydra_tune import TrainTask
 from hydra_tune.pool.job import JobProgress
-from hydra_tune_ray.messages import BeginRequest, MoveOutcome
+from hydra_tune_ray.messages import BeginRequest, EndOutcome, MoveOutcome, ReportOutcome
+from hydra_tune_ray.node import node_pool
+from hydra_tune_ray.node.actors import NodePoolSpec
+from hydra_tune_ray.node.nodes import DeviceNode
+from hydra_tune_ray.node.pool_runtime import NodePoolRuntime
 from hydra_tune_ray.node.trial_leases import LeasedTrialTable
 
 REQUEST = BeginRequest(trial_id="t", key="t-1", name="trial", build=b"", config={})
@@ -99,3 +107,41 @@ def add(trials, request=REQUEST):
         return trials.add(request)[0]
 
     return asyncio.run(added())
+
+
+def stops_itself(config):
+    return TrainTask(
+        model=lambda: torch.nn.Linear(1, 1),
+        optimizer=lambda given: torch.optim.SGD(given, lr=0.01),
+        train=lambda: [(torch.ones(2, 1), torch.ones(2, 1))],
+        loss=torch.nn.functional.mse_loss,
+        epochs=4,
+        stop=lambda history: len(history) == config["reports"],
+    )
+
+
+def test_the_state_of_a_trial_that_stops_itself_can_be_saved(monkeypatch):
+    """As Ray does by default at the end of a trial; the pool learns only from the end that no report follows."""
+    monkeypatch.setattr(node_pool, "DirectoryConnection", lambda *names: None)
+    request = replace(REQUEST, build=ray.cloudpickle.dumps(stops_itself), config={"reports": 2})
+
+    async def trained():
+        node = DeviceNode(node_id="n", devices="cpu:1", num_gpus=0, num_devices=1)
+        pool = node_pool.NodePool(NodePoolSpec(name="p", directory="d", node=node, options={}))
+        pool._training = NodePoolRuntime({"devices": "cpu:1", "device_memory": "64MiB"})  # else `begin` opens it
+        try:
+            await pool.begin(request)
+            outcome = await pool.next(request.key, 0)
+            numbers = []
+            while isinstance(outcome, ReportOutcome):
+                numbers.append(outcome.number)
+                outcome = await pool.next(request.key, outcome.number)
+            return numbers, outcome, await pool.save(request.key, None)
+        finally:
+            await pool.close()
+
+    numbers, outcome, files = asyncio.run(trained())
+    assert numbers == [1, 2]
+    assert isinstance(outcome, EndOutcome)
+    assert outcome.status == "completed"
+    assert any(name.endswith(".manifest") for name in files)
