@@ -125,6 +125,15 @@ class PenalizesAndBranches(Deep):
         return PenalizesGradients.between(self, Branches.between(self, x))
 
 
+class ReadsAttributesOfParameters(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.scale = 0.5
+
+    def between(self, x):
+        return x * self.head.weight.scale
+
+
 class CountsInAnObject(Deep):
     """Where no attribute of a plain type shows it; evaluation reads it."""
 
@@ -195,6 +204,7 @@ WHOLE = (
     RarelyDrops,
     HooksTensors,
     PenalizesAndBranches,
+    ReadsAttributesOfParameters,
 )
 EXACT = {AsksRequiresGrad: (), CountsEvaluations: ()}
 EXACT |= dict.fromkeys((PenalizesGradients, CountsSmallBatches), pytest.mark.slow)
@@ -248,7 +258,9 @@ def test_the_log_says_once_why_a_trial_runs_whole(monkeypatch, caplog):
 
 # Of the others two share devices with sharded trials, below.
 SPILLED = {HooksTensors: (), PenalizesAndBranches: ()}
-SPILLED |= dict.fromkeys((OwnBackward, Branches, PythonLayerDrop, Counts), pytest.mark.slow)
+SPILLED |= dict.fromkeys(
+    (OwnBackward, Branches, PythonLayerDrop, Counts, ReadsAttributesOfParameters), pytest.mark.slow
+)
 
 
 @pytest.mark.parametrize("trap", [pytest.param(trap, marks=marks) for trap, marks in SPILLED.items()])

@@ -8,7 +8,6 @@ Note: the runs are runs of the user's own code. `PlanLibrary` (`shard/partition/
 meanwhile, and puts back what the code has changed in Python; the pilot itself restores the random streams.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from hydra_tune.shard.analysis.module_mutation import check_state
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.batch import same_bits
 from hydra_tune.shard.capture.precision import eager_autocast
-from hydra_tune.shard.capture.step_capture import describe, named_state
+from hydra_tune.shard.capture.step_capture import copied_model, describe, named_state
 from hydra_tune.shard.capture.step_module import step_module
 from hydra_tune.shard.cost.pilot import StorageTracker, quiet_collector
 from hydra_tune.shard.partition.gradient_rules import GradientRules
@@ -88,7 +87,7 @@ class EagerPilot:
         # In a separate run: the comparison keeps the originals alive and would falsify the peak.
         self._check()
         with _host() as device:
-            twin, batch = copy.deepcopy(self._model), self._batch()
+            twin, batch = copied_model(self._model), self._batch()
             spiller = SavedTensorSpiller(device, _owned(twin, batch))
             tracker = StorageTracker(self._alignment)
             names = self._run(twin, batch, tracker, spiller.hooks())
@@ -97,7 +96,7 @@ class EagerPilot:
     def _check(self) -> None:
         """Run the step once, comparing each copy with the tensor that a backward without copies would read."""
         with _host() as device:
-            twin, batch = copy.deepcopy(self._model), self._batch()
+            twin, batch = copied_model(self._model), self._batch()
             try:
                 self._run(twin, batch, nullcontext(), _SavedTensorVerifier(device, _owned(twin, batch)).hooks())
             except CaptureError:

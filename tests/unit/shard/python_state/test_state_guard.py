@@ -247,6 +247,25 @@ def test_a_variable_of_a_function_of_a_package_is_compared_and_put_back():
     assert function.__closure__[0].cell_contents == 0.5
 
 
+def test_an_attribute_of_a_parameter_counts_where_the_code_names_the_attribute():
+    module, other = net(), net()
+    module[0].weight.scale = other[0].weight.scale = 1.0
+
+    def step(module: nn.Module, batch: Any) -> Any:
+        return module(batch).sum() * module[0].weight.scale
+
+    guard = guard_of(step, module)
+    assert guard.digest == guard_of(step, other).digest
+    other[0].weight.mark = True
+    assert guard.digest == guard_of(step, other).digest
+    other[0].weight.scale = 2.0
+    assert guard.digest != guard_of(step, other).digest
+    module[0].weight.scale = 2.0
+    assert guard.change() == "module.0.weight.scale"
+    guard.restore()
+    assert module[0].weight.scale == 1.0
+
+
 def test_an_attribute_that_the_step_sets_is_taken_away_again():
     settings = Settings()
 
