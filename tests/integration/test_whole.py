@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune import TrainTask
-from hydra_tune.errors import BudgetError
+from hydra_tune.errors import BudgetError, TaskError
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running
 
@@ -314,6 +314,38 @@ def test_a_step_that_needs_more_than_its_pilot_saw_and_than_there_is_fails_by_na
     assert isinstance(refused.error, BudgetError)
     assert "the trial needs" in str(refused.error)
     assert refused.units_run == 4
+
+
+class ReplacesBuffer(Deep):
+    """A buffer of which the backward needs the values of before."""
+
+    depth = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def read(self):
+        return self.scale
+
+    def between(self, x):
+        scaled = x * self.read()
+        if self.training:
+            self.scale = 0.9 * self.scale + 0.1 * x.detach().abs().mean(0)
+        return scaled
+
+
+class ReadsCopyOfBuffer(ReplacesBuffer):
+    def read(self):
+        return self.scale.clone()
+
+
+def test_a_replaced_buffer_that_the_backward_reads_is_refused_by_name():
+    refused, _ = train(task(ReplacesBuffer), num_shards=2)
+    assert isinstance(refused.error, TaskError)
+    assert "reads the buffer 'scale' and then replaces the buffer" in str(refused.error)
+    copied = task(ReadsCopyOfBuffer)
+    assert against_plain(copied, train(copied, num_shards=2)[0]) == []
 
 
 class Straight(Deep):
