@@ -254,7 +254,7 @@ class ReachableValues(CodeWalk):
             self.visit(value, f"{label}.{name}", depth, library + is_of_library)
         for name, tensor in (*parameters.items(), *buffers.items()):
             self.visit(tensor, f"{label}.{name}", depth, 0)
-            if id(tensor) in self._own:
+            if tensor is not None and id(tensor) in self._own:
                 self._attributes_of_own(tensor, f"{label}.{name}", depth)
         for name, child in module._modules.items():  # noqa: SLF001
             self.visit(child, f"{label}.{name}", depth, 0)
