@@ -12,13 +12,15 @@ from hydra_tune.schedule.policies.policy import BindsEarly, JobView, Selection, 
 
 Level = tuple[int, bool]
 """A priority, and whether the job is in the front (`schedule/front.py`); the greatest level runs first."""
+_FEWEST_KEPT = 64
 
 
 class PriorityLevels:
     """All eligible jobs, in a selection for each level; the highest level with a job is asked.
 
     An empty selection is kept: its state apart from jobs (a random stream, a job promised to a device) still holds when
-    the next job comes.
+    the next job comes. Empty selections without such state (`Selection.holds_only_jobs`) are dropped where there are many,
+    because a driver may give each trial a priority of its own.
 
     Args:
         start: makes an empty selection.
@@ -28,6 +30,7 @@ class PriorityLevels:
         self._start = start
         self._levels: dict[Level, _PriorityLevel] = {}
         self._rising: list[Level] = []  # non-empty levels, in rising order
+        self._most_kept = _FEWEST_KEPT  # number of levels at which the next one drops empty levels
         # For selections of levels that open later.
         self._speeds: dict[str, float] = {}
 
@@ -73,6 +76,10 @@ class PriorityLevels:
             del self._speeds[device]
 
     def _open(self, level: Level) -> "_PriorityLevel":
+        if len(self._levels) >= self._most_kept:
+            self._levels = {known: kept for known, kept in self._levels.items() if kept.num_jobs or not kept.is_as_new}
+            # Twice as many, so that many levels with jobs are not looked at for each further level.
+            self._most_kept = max(_FEWEST_KEPT, 2 * len(self._levels))
         selection = self._start()
         if isinstance(selection, SpeedAware):
             # A selection for a new level has missed all earlier speeds.
@@ -88,3 +95,8 @@ class _PriorityLevel:
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
         self.num_jobs = 0
+
+    @property
+    def is_as_new(self) -> bool:
+        """Whether the selection, if empty, is like a new one."""
+        return getattr(self.selection, "holds_only_jobs", False)

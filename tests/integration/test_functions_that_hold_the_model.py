@@ -1,5 +1,6 @@
 """Functions that read the trial's own model between steps read what it has learned: such trials are not fused."""
 
+import importlib
 import logging
 from functools import partial
 
@@ -74,3 +75,34 @@ def test_they_read_what_a_plain_loop_has_learned(way, options, monkeypatch, capl
     assert len(held[0].seen) == 2
     assert {result.group_size for result in results} == {1}
     assert ("fusion" in options) == (f"its {way}= holds the model or the optimizer" in caplog.text)
+
+
+def patched(double):
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    double(model[0])
+    return model
+
+
+@pytest.mark.parametrize("options", POOLS, ids=str)
+def test_a_package_that_replaces_a_forward(options, monkeypatch, tmp_path):
+    """A copy of the model has the same function, which calls the part of the original."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "package_that_doubles.py").write_text(
+        "def double(part):\n    forward = part.forward\n    part.forward = lambda x: 2 * forward(x)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    double = importlib.import_module("package_that_doubles").double
+    tasks = [
+        TrainTask(
+            model=partial(patched, double),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            loss=functional.cross_entropy,
+            train=DATA,
+            batch_size=8,
+            seed=seed,
+        )
+        for seed in range(2)
+    ]
+    with HydraExecutor("cpu:1", **options) as pool:
+        results = pool.run(tasks)
+    assert [result.metrics for result in results] == [train_plain(each).metrics for each in tasks]

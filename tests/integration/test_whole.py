@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune import TrainTask
-from hydra_tune.errors import BudgetError
+from hydra_tune.errors import BudgetError, TaskError
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running
 
@@ -125,6 +125,15 @@ class PenalizesAndBranches(Deep):
         return PenalizesGradients.between(self, Branches.between(self, x))
 
 
+class ReadsAttributesOfParameters(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.scale = 0.5
+
+    def between(self, x):
+        return x * self.head.weight.scale
+
+
 class CountsInAnObject(Deep):
     """Where no attribute of a plain type shows it; evaluation reads it."""
 
@@ -195,6 +204,7 @@ WHOLE = (
     RarelyDrops,
     HooksTensors,
     PenalizesAndBranches,
+    ReadsAttributesOfParameters,
 )
 EXACT = {AsksRequiresGrad: (), CountsEvaluations: ()}
 EXACT |= dict.fromkeys((PenalizesGradients, CountsSmallBatches), pytest.mark.slow)
@@ -248,7 +258,9 @@ def test_the_log_says_once_why_a_trial_runs_whole(monkeypatch, caplog):
 
 # Of the others two share devices with sharded trials, below.
 SPILLED = {HooksTensors: (), PenalizesAndBranches: ()}
-SPILLED |= dict.fromkeys((OwnBackward, Branches, PythonLayerDrop, Counts), pytest.mark.slow)
+SPILLED |= dict.fromkeys(
+    (OwnBackward, Branches, PythonLayerDrop, Counts, ReadsAttributesOfParameters), pytest.mark.slow
+)
 
 
 @pytest.mark.parametrize("trap", [pytest.param(trap, marks=marks) for trap, marks in SPILLED.items()])
@@ -302,6 +314,38 @@ def test_a_step_that_needs_more_than_its_pilot_saw_and_than_there_is_fails_by_na
     assert isinstance(refused.error, BudgetError)
     assert "the trial needs" in str(refused.error)
     assert refused.units_run == 4
+
+
+class ReplacesBuffer(Deep):
+    """A buffer of which the backward needs the values of before."""
+
+    depth = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def read(self):
+        return self.scale
+
+    def between(self, x):
+        scaled = x * self.read()
+        if self.training:
+            self.scale = 0.9 * self.scale + 0.1 * x.detach().abs().mean(0)
+        return scaled
+
+
+class ReadsCopyOfBuffer(ReplacesBuffer):
+    def read(self):
+        return self.scale.clone()
+
+
+def test_a_replaced_buffer_that_the_backward_reads_is_refused_by_name():
+    refused, _ = train(task(ReplacesBuffer), num_shards=2)
+    assert isinstance(refused.error, TaskError)
+    assert "reads the buffer 'scale' and then replaces the buffer" in str(refused.error)
+    copied = task(ReadsCopyOfBuffer)
+    assert against_plain(copied, train(copied, num_shards=2)[0]) == []
 
 
 class Straight(Deep):

@@ -13,7 +13,6 @@ Note: clock. On a CPU device the clock is the CPU time of the calling thread, wh
 threads. On a GPU the clock runs until the device is done.
 """
 
-import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from hydra_tune.fusion.group.member import MemberTrial
 from hydra_tune.fusion.group.slot import ClosedGroupDelegate, GroupSlot
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.capture.step_capture import copied_model
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.shard.python_state.state_guard import PythonStateUndo
 from hydra_tune.task import TrainTask
@@ -64,7 +64,7 @@ class FusionBenchmark:
         batch_copy = batches.copied(batch)
         self._task = replace(
             task,
-            model=lambda: copy.deepcopy(module),
+            model=lambda: copied_model(module),
             # An endless loader of a single batch: no epoch ends during the probe, and drawing costs nothing.
             train=lambda: itertools.repeat(batch_copy),
             batch_size=None,

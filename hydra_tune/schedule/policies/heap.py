@@ -65,6 +65,8 @@ class Smallest:
         number: key function over views. Equal numbers are in the order of submission.
     """
 
+    holds_only_jobs = True
+
     def __init__(self, number: Callable[[JobView], float]) -> None:
         self._number = number
         self._heap = ViewHeap()

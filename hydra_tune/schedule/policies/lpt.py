@@ -29,6 +29,8 @@ class LPT(IncrementalPolicy):
 
 
 class _LPTSelection:
+    holds_only_jobs = True
+
     def __init__(self) -> None:
         self._begun_on: defaultdict[str, ViewHeap] = defaultdict(ViewHeap)  # by device, the latest job first
         self._new = ViewHeap()  # jobs without a device, the longest first

@@ -89,6 +89,8 @@ class _LRTFSelection:
     of live views, and remove lazily, like `ViewHeap`.
     """
 
+    holds_only_jobs = True
+
     def __init__(self, slack_steps: float) -> None:
         self._slack_steps = slack_steps
         self._on_base: dict[str, dict[str, JobView]] = {}

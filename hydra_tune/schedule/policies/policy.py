@@ -85,7 +85,11 @@ class Policy(Protocol):
 
 
 class Selection(Protocol):
-    """The eligible jobs of a level of a scheduler or predictor, in any structure that makes the choice quick."""
+    """The eligible jobs of a level of a scheduler or predictor, in any structure that makes the choice quick.
+
+    A class with an attribute `holds_only_jobs` that is true says that an empty selection is like a new one; the scheduler may
+    then drop the empty selection of a priority.
+    """
 
     def add(self, view: JobView) -> None:
         """Add a job that has become eligible, or has a new view after `remove` of the old view."""
@@ -163,6 +167,8 @@ class IncrementalPolicy(ABC):
 
 class ScanSelection:
     """The selection of a single-method policy: passes every job on each call."""
+
+    holds_only_jobs = True
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

@@ -2,10 +2,10 @@
 
 Equal keys must mean equal graphs. The key therefore holds the values that a capture could bake in: classes and code by
 identity and value (an edited class is another class), plain attributes, closures and referenced globals, shapes, and
-names with a common tensor. A function of an installed package counts by its code alone, without its closure, and an
-attribute that is a Python module by its name alone. `key_of` (`shard/partition/plan_request.py`) and `MemberTrial`
-(`fusion/group/member.py`) therefore add the digest of a `PythonStateGuard`, which follows more of the user's values. A
-model with an object that has no key is captured afresh.
+names with a common tensor. A function that stands in a module of an installed package counts by its code alone, without
+its closure, and an attribute that is a Python module by its name alone. `key_of` (`shard/partition/plan_request.py`) and
+`MemberTrial` (`fusion/group/member.py`) therefore add the digest of a `PythonStateGuard`, which follows more of the user's
+values. A model with an object that has no key is captured afresh.
 
 `key_of` makes the key at each request for a plan, `fusion/matching/fusion_key.py` once a trial that may join a group is
 built, and `pool/dry_run/report.py` for each trial of a forecast. `shard/cost/update_pilot.py` keeps its measurements by
@@ -31,7 +31,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from hydra_tune.shard.python_state.code_names import IS_IMMUTABLE_TYPE, global_names, is_installed, mentioned_names
+from hydra_tune.shard.python_state.code_names import (
+    IS_IMMUTABLE_TYPE,
+    global_names,
+    is_installed,
+    is_package_code,
+    mentioned_names,
+    stands_in_its_module,
+)
 from hydra_tune.shard.python_state.value_holder import bytes_of
 from hydra_tune.task import TrainTask
 
@@ -237,16 +244,24 @@ def _signature(value: Any, seen: dict[int, int], depth: int) -> Hashable:
 
 
 def _function(value: Any, seen: dict[int, int], depth: int) -> Hashable:
-    """Code, defaults, attributes, closure, and the globals named by the code, nested functions included."""
+    """Code, defaults, attributes, closure, and the globals named by the code, nested functions included.
+
+    Of an installed package's function, the globals and attributes do not count. If the function stands in its module, neither
+    do its defaults and its closure, which are the same for all trials.
+    """
     if depth > _MAX_DEPTH:
         raise UnkeyableError("nested too deeply")
-    if is_installed(value.__module__):
+    is_of_package = is_installed(value.__module__) and is_package_code(value)
+    if is_of_package and stands_in_its_module(value):
         return ("function", value.__module__, value.__qualname__, value.__code__)
     if id(value) in seen:
         return ("seen", seen[id(value)])
     # Before the closure and the globals, which may lead back to the function.
     seen[id(value)] = len(seen)
     cells = tuple(_value(cell.cell_contents, seen, depth) for cell in value.__closure__ or () if _filled(cell))
+    defaults = _value((value.__defaults__ or (), value.__kwdefaults__ or {}), seen, depth)
+    if is_of_package:
+        return ("function", value.__module__, value.__qualname__, value.__code__, cells, defaults)
     named = ((name, value.__globals__[name]) for name in global_names(value.__code__) if name in value.__globals__)
     plain = tuple(
         (
@@ -257,7 +272,6 @@ def _function(value: Any, seen: dict[int, int], depth: int) -> Hashable:
         )
         for name, referenced in named
     )
-    defaults = _value((value.__defaults__ or (), value.__kwdefaults__ or {}), seen, depth)
     attributes = tuple((name, _value(item, seen, depth)) for name, item in sorted(vars(value).items()))
     return ("function", value.__code__, value.__module__, cells, plain, defaults, attributes)
 

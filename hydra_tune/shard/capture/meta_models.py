@@ -10,7 +10,6 @@ Such a model is forecast and never trained. Trials and plan caches ask `is_unbui
 whole nor ask the model's code for answers, and a trial's plan cache sets no guard.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
@@ -24,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hydra_tune.shard.capture.step_capture import named_state
+from hydra_tune.shard.capture.step_capture import copied_model, named_state
 from hydra_tune.shard.cost.pilot import StorageTracker
 
 _SMALL_BYTES = 1 << 20  # largest tensor with real bytes
@@ -109,7 +108,7 @@ def bodiless_twin(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
         for tensor in _tensors(list(vars(module).values())):
             if (has_mode or isinstance(tensor, FakeTensor)) and id(tensor) not in memo:
                 memo[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    return copy.deepcopy(model, memo), doubles
+    return copied_model(model, memo), doubles
 
 
 def export_mode() -> FakeTensorMode:

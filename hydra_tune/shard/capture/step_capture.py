@@ -11,16 +11,18 @@ Note: `capture` changes flags of torch, `Function.apply` and `sys.stderr` for th
 gate (`capture_lock.py`) alone.
 """
 
+import copy
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -91,6 +93,33 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter and buffer object of a model once, under its first name; lazy tensors only with a shape."""
     yield from (named for named in model.named_parameters() if not is_lazy(named[1]))
     yield from (named for named in model.named_buffers() if not is_lazy(named[1]))
+
+
+def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Copy a model with the Python attributes of its parameters, which `copy.deepcopy` leaves out.
+
+    An attribute that cannot be copied stays away, and code that reads the attribute fails by its name.
+
+    Args:
+        model: the model.
+        memo: as of `copy.deepcopy`: copies made before, by the id of the original.
+    """
+    memo = {} if memo is None else memo
+    twin = copy.deepcopy(model, memo)
+    for _, tensor in named_state(model):
+        copied = memo.get(id(tensor))
+        # A fake tensor without a fake copy has attributes of torch's that a real tensor must not have.
+        if (
+            copied is None
+            or copied is tensor
+            or (isinstance(tensor, FakeTensor) and not isinstance(copied, FakeTensor))
+        ):
+            continue
+        for name, value in vars(tensor).items():
+            if name not in vars(copied):
+                with suppress(Exception):
+                    vars(copied)[name] = copy.deepcopy(value, memo)
+    return twin
 
 
 def state_specs(model: nn.Module) -> dict[str, StateSpec]:

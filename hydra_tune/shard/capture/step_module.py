@@ -66,7 +66,7 @@ def training_loss(task: TrainTask) -> Callable[[nn.Module, Any], Any]:
     return step
 
 
-def settle_buffers(before: list[tuple[nn.Module, str, Tensor]]) -> None:
+def settle_buffers(before: list[tuple[nn.Module, str, Tensor]]) -> tuple[str, ...]:
     """Copy the values of buffers replaced by a forward (`self.scale = ...`) into the original tensors.
 
     A graph knows a buffer by its tensor. A buffer replaced by a tensor of another kind stays replaced, and is found
@@ -74,6 +74,9 @@ def settle_buffers(before: list[tuple[nn.Module, str, Tensor]]) -> None:
 
     Args:
         before: the model's buffers before the forward, from `buffers_of`.
+
+    Returns:
+        The names, in their modules, of the buffers that the forward has replaced.
 
     Raises:
         TaskError: a buffer has two names, and the forward has replaced the buffer under only one of the names.
@@ -98,6 +101,7 @@ def settle_buffers(before: list[tuple[nn.Module, str, Tensor]]) -> None:
     for (owner, name, old, _), value in zip(replaced, values, strict=True):
         old.copy_(value)
         owner._buffers[name] = old  # noqa: SLF001 - an assignment would be seen by export
+    return tuple(name for _, name, _, _ in replaced)
 
 
 def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
@@ -115,13 +119,18 @@ def _is_like(old: Tensor, new: Tensor) -> bool:
 
 
 class TrainStep(nn.Module):
-    """`forward(batch)` returns `{"loss": the training loss}`."""
+    """`forward(batch)` returns `{"loss": the training loss}`.
+
+    Attributes:
+        replaced: names of the buffers that the last forward has replaced, and whose tensors a backward may read no more.
+    """
 
     def __init__(self, model: nn.Module, task: TrainTask) -> None:
         super().__init__()
         self.model = model
         self._step = training_loss(task)
         self._argument = "loss" if task.step is None else "step"
+        self.replaced: tuple[str, ...] = ()
 
     @property
     def _has_gradients(self) -> bool:
@@ -140,7 +149,7 @@ class TrainStep(nn.Module):
         # Only a `backward()` inside the step itself can have made gradients.
         if self._has_gradients and not has_gradients:
             raise backward_called()
-        settle_buffers(buffers)
+        self.replaced = settle_buffers(buffers)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TaskError(f"{self._argument}= must return a scalar tensor, not {returned(loss)}")
         return {"loss": loss}

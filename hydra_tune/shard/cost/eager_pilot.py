@@ -8,7 +8,6 @@ Note: the runs are runs of the user's own code. `PlanLibrary` (`shard/partition/
 meanwhile, and puts back what the code has changed in Python; the pilot itself restores the random streams.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,13 +18,13 @@ from torch import Tensor, nn
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import CaptureError
+from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.memory.activation_offload import PackedSavedTensor, SavedStorageCopy, SavedTensorSpiller
 from hydra_tune.shard.analysis.module_mutation import check_state
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.batch import same_bits
 from hydra_tune.shard.capture.precision import eager_autocast
-from hydra_tune.shard.capture.step_capture import describe, named_state
+from hydra_tune.shard.capture.step_capture import copied_model, describe, named_state
 from hydra_tune.shard.capture.step_module import step_module
 from hydra_tune.shard.cost.pilot import StorageTracker, quiet_collector
 from hydra_tune.shard.partition.gradient_rules import GradientRules
@@ -88,7 +87,7 @@ class EagerPilot:
         # In a separate run: the comparison keeps the originals alive and would falsify the peak.
         self._check()
         with _host() as device:
-            twin, batch = copy.deepcopy(self._model), self._batch()
+            twin, batch = copied_model(self._model), self._batch()
             spiller = SavedTensorSpiller(device, _owned(twin, batch))
             tracker = StorageTracker(self._alignment)
             names = self._run(twin, batch, tracker, spiller.hooks())
@@ -97,7 +96,7 @@ class EagerPilot:
     def _check(self) -> None:
         """Run the step once, comparing each copy with the tensor that a backward without copies would read."""
         with _host() as device:
-            twin, batch = copy.deepcopy(self._model), self._batch()
+            twin, batch = copied_model(self._model), self._batch()
             try:
                 self._run(twin, batch, nullcontext(), _SavedTensorVerifier(device, _owned(twin, batch)).hooks())
             except CaptureError:
@@ -128,7 +127,8 @@ class EagerPilot:
             if training:
                 # Copied as in a backward unit, so that the peak includes the copy.
                 loss_copy = results["loss"].detach().clone()
-                GradientRules.of(self._task).objective(results["loss"]).backward()  # type: ignore[no-untyped-call]
+                with _naming_saved_buffers(wrapper):
+                    GradientRules.of(self._task).objective(results["loss"]).backward()  # type: ignore[no-untyped-call]
                 del loss_copy
                 refuse_sparse({name: p.grad for name, p in twin.named_parameters() if p.grad is not None})
         check_state(state, twin)
@@ -164,6 +164,27 @@ class _SavedTensorVerifier(SavedTensorSpiller):
                     ".data or .numpy()"
                 )
         return tensor
+
+
+@contextmanager
+def _naming_saved_buffers(wrapper: nn.Module) -> Iterator[None]:
+    """Name the buffer in an error of a backward that reads a buffer which the forward has replaced.
+
+    Raises:
+        TaskError: as said.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        replaced = getattr(wrapper, "replaced", ())
+        if not replaced or "modified by an inplace operation" not in str(error):
+            raise
+        raise TaskError(
+            f"the forward reads the buffer {' or '.join(map(repr, replaced))} and then replaces the buffer, but the backward "
+            "needs the values that the forward has read; a model that is cut, fused or runs whole writes the new values into "
+            "the tensor of the buffer. Let the forward read a copy (self.name.clone()), or raise device_memory until the "
+            "trial runs as it is"
+        ) from error
 
 
 @contextmanager

@@ -522,7 +522,9 @@ class PlanLibrary:
         if sample is not None:
             with suppress(Exception):  # any failure with few samples is decided by the whole batch
                 found = self._verify(request, sample.plan, sample.kept, sample.batch)
-                if request.guard is None or request.guard.holds(request.leaves.tensors):
+                with GATE.shared():  # as in `prepare`
+                    holds = request.guard is None or request.guard.holds(request.leaves.tensors)
+                if holds:
                     seconds, kept_seconds = (None if each is None else sample.for_all(each) for each in found)
                     return seconds, kept_seconds
             # Guards of the failed attempt must not decide for the whole batch.

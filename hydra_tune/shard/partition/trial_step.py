@@ -8,7 +8,6 @@ before the guard has put the state back. A capture runs the forward alone; code 
 check (`shard/verify/plan_check.py`).
 """
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -23,7 +22,14 @@ from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.meta_models import bodiless_twin, export_mode, is_unbuilt, solid, without_bytes
 from hydra_tune.shard.capture.precision import autocast, share_casts
-from hydra_tune.shard.capture.step_capture import CapturedStepGraph, capture, describe, named_state, state_specs
+from hydra_tune.shard.capture.step_capture import (
+    CapturedStepGraph,
+    capture,
+    copied_model,
+    describe,
+    named_state,
+    state_specs,
+)
 from hydra_tune.shard.capture.step_module import set_mode
 from hydra_tune.shard.capture.value_replay import Answer, answering, ask
 from hydra_tune.shard.partition.plan_request import ShardPlanRequest
@@ -51,7 +57,7 @@ def twin_of(model: nn.Module, mode: str | None = None, *, has_values: bool = Tru
         ]
         known |= {id(parameter): nn.Parameter(torch.empty_like(parameter)) for parameter in trained}
     try:
-        twin = copy.deepcopy(model, known)
+        twin = copied_model(model, known)
     except Exception as error:
         raise CaptureError(f"{type(model).__name__} cannot be copied: {describe(error)}") from error
     if mode is not None:

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import pairwise
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
@@ -32,6 +33,26 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 def is_installed(module: str | None) -> bool:
     """Whether a module belongs to an installed package, whose code does not change during a study."""
     return module is not None and _is_top_installed(module.partition(".")[0])
+
+
+def is_package_code(function: FunctionType) -> bool:
+    """Whether an installed package has the code of a function.
+
+    `functools.wraps` gives a function the module's name of another one, so the module of the code counts.
+    """
+    return is_installed(function.__globals__.get("__name__", function.__module__))
+
+
+def stands_in_its_module(function: FunctionType) -> bool:
+    """Whether a module has a function under the function's own name, so that all trials use this one function.
+
+    A function that a factory or a decorator returns is not there, and may hold other values in each trial.
+    """
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        content = getattr(found, "__dict__", {})
+        found = content.get(name)
+    return getattr(found, "__func__", found) is function
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,8 +1,9 @@
 """`CodeWalk`: the part of a walk that follows functions, classes and attributes by the names in their code.
 
 `ReachableValues` (`reachable_values.py`) adds the values of all other kinds. The walk follows no code of an installed
-package. Of an object of the user's, the walk notes the attributes that the walked code names; of an object of an installed
-package, all attributes, unless `_NOT_FOLLOWED` has the package.
+package. Of a function that a factory or decorator of a package returns, the walk notes the variables and defaults. Of an
+object of the user's, the walk notes the attributes that the walked code names; of an object of an installed package, all
+attributes, unless `_NOT_FOLLOWED` has the package.
 """
 
 import abc
@@ -23,9 +24,11 @@ from hydra_tune.shard.python_state.code_names import (
     global_names,
     imported_names,
     is_installed,
+    is_package_code,
     loaded_names,
     makes_up_names,
     mentioned_names,
+    stands_in_its_module,
     stored_names,
 )
 from hydra_tune.shard.python_state.value_holder import (
@@ -181,13 +184,8 @@ class CodeWalk(abc.ABC):
                 )
 
     def _function(self, function: types.FunctionType, label: str, depth: int, library: int) -> None:
-        if is_installed(function.__module__):
-            return
-        if is_installed(function.__globals__.get("__name__")):
-            # A library's wrapper, as of `torch.no_grad()` or `torch.compile`, with the module's name of the user's function.
-            inner = vars(function).get("__wrapped__")
-            for part in [inner] if inner is not None else map(content_of, function.__closure__ or ()):
-                self.visit(part, label, depth, library)
+        if is_package_code(function):
+            self._package_function(function, label, depth, library)
             return
         code = function.__code__
         self.names |= mentioned_names(code)
@@ -229,6 +227,36 @@ class CodeWalk(abc.ABC):
         self.visit(defaults, f"the defaults of {label}", depth, library)
         self.visit(vars(function), label, depth, library)
         self._is_in_model = was_in_model
+
+    def _package_function(self, function: types.FunctionType, label: str, depth: int, library: int) -> None:
+        """A function with the code of an installed package: only the values count that the package was given for it."""
+        if is_installed(function.__module__) and stands_in_its_module(function):
+            return
+        inner = vars(function).get("__wrapped__")
+        if inner is not None:
+            # A wrapper, as of `torch.no_grad()` or `torch.compile`, around a function that counts by itself.
+            self.visit(inner, label, depth, library)
+        else:
+            self._given_values(function, label, depth, library + 1)
+
+    def _given_values(self, function: types.FunctionType, label: str, depth: int, library: int) -> None:
+        """Hold and follow the variables around a package's function, and its defaults.
+
+        A part of the model among them is no self reference: an object of a package may make the function anew in its copy, as
+        a metric of torchmetrics does.
+        """
+        cells = function.__closure__ or ()
+        defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
+        holder = self._hold(
+            [
+                *(f"the variable {name!r} of {label}" for name in function.__code__.co_freevars),
+                f"the defaults of {label}",
+            ],
+            lambda: [*map(content_of, cells), function.__defaults__, function.__kwdefaults__],
+            lambda values: write_function(cells, {}, (), values),
+        )
+        for name, value in zip(holder.labels, (*holder.noted[: len(cells)], defaults), strict=True):
+            self.visit(value, name, depth, library)
 
     def _python_module(self, module: types.ModuleType, label: str, depth: int, library: int) -> None:
         """A module named by code: the user's own settings, or the environment."""

@@ -254,12 +254,20 @@ class ReachableValues(CodeWalk):
             self.visit(value, f"{label}.{name}", depth, library + is_of_library)
         for name, tensor in (*parameters.items(), *buffers.items()):
             self.visit(tensor, f"{label}.{name}", depth, 0)
+            if tensor is not None and id(tensor) in self._own:
+                self._attributes_of_own(tensor, f"{label}.{name}", depth)
         for name, child in module._modules.items():  # noqa: SLF001
             self.visit(child, f"{label}.{name}", depth, 0)
         for hook in [hook for registry in hooks for hook in registry.values()]:
             self.visit(hook, f"a hook of {label}", depth, 0)
         self._class(kind, kind.__name__, depth, 0)
         self._is_in_model = was_in_model
+
+    def _attributes_of_own(self, tensor: Tensor, label: str, depth: int) -> None:
+        """The attributes that the code names of a parameter or buffer; libraries leave marks of theirs on parameters, too."""
+        attributes = vars(tensor)
+        names = [name for name in attributes if name in self.names or self._takes_all]
+        self._named(attributes, names, label, depth, 0)
 
     def _of_thread(self, value: Any, label: str, depth: int, library: int) -> None:
         """A `threading.local` or a `ContextVar`."""

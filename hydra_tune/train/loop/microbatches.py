@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.batch import rebuilt
+from hydra_tune.shard.capture.step_capture import copied_model
 from hydra_tune.shard.capture.step_module import training_loss
 from hydra_tune.shard.cost.microbatch_search import whole_batch_layer
 from hydra_tune.shard.verify.process_state import preserved_streams
@@ -88,7 +89,7 @@ def check_pieces(task: TrainTask, module: nn.Module, batch: Batch, count: int) -
     loss = training_loss(task)
     # A module that trains on a GPU is tried on the host, where the batch still is.
     elsewhere = [t for t in (*module.parameters(), *module.buffers()) if not t.is_cpu]
-    twin = copy.deepcopy(module, {id(t): _on_host(t) for t in elsewhere})
+    twin = copied_model(module, {id(t): _on_host(t) for t in elsewhere})
     with preserved_streams(), torch.no_grad():
         buffers_before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
         loss(twin.train(), copy.deepcopy(batch))

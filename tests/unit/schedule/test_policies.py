@@ -1,8 +1,13 @@
 """What sets each of the other policies apart."""
 
+import gc
+import weakref
 from itertools import groupby
 
-from hydra_tune.schedule import LPT, SRTF, Fair, RandomChoice, RoundRobin, Unit
+import pytest
+
+from hydra_tune.schedule import LPT, SRTF, Fair, RandomChoice, RoundRobin, ShardedLRTF, Unit
+from hydra_tune.schedule.levels import PriorityLevels
 from tests.unit.schedule.driver import VirtualPool, drive
 from tests.unit.schedule.policies.test_lrtf import HERE, THERE, view
 
@@ -53,6 +58,29 @@ def test_longest_processing_time_among_several_begun_here_goes_on_with_the_last(
     begun = [view(job, 5.0)._replace(last_device=HERE, turn=turn) for job, turn in (("a", 3), ("b", 7), ("c", 5))]
     assert LPT().choose(HERE, begun).job == "b"
     assert LPT().choose(THERE, [*begun, view("d", 1.0)]).job == "d", "one that no device has"
+
+
+@pytest.mark.parametrize(
+    "policy", [SRTF(), LPT(), ShardedLRTF(), RandomChoice()], ids=lambda policy: type(policy).__name__
+)
+def test_only_selections_of_jobs_alone_are_dropped_with_old_priorities(policy):
+    begun = weakref.WeakSet()
+
+    def start():
+        selection = policy.start()
+        begun.add(selection)
+        return selection
+
+    levels = PriorityLevels(start)
+    levels.add(view("b", 1.0), (-2000, False))
+    passing = view("a", 2.0)
+    for priority in range(1000):
+        levels.add(passing, (-priority, False))
+        assert levels.choose(HERE) is passing
+        levels.remove(passing, (-priority, False))
+    gc.collect()
+    assert len(begun) == 1001 if isinstance(policy, RandomChoice) else len(begun) <= 64
+    assert levels.choose(HERE).job == "b"
 
 
 def test_random_takes_all_alike_and_the_same_with_the_same_seed():

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import and_masks
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hydra_tune.shard.capture.fingerprint import architecture_key, optimizer_key
 from tests.parity.models import MODELS, build
@@ -179,6 +181,33 @@ def test_a_closure_is_keyed_by_what_it_closes_over():
     assert key(model, step=closure(1.0)) != key(model, step=closure(2.0))
     assert key(model, step=closure(torch.ones(3))) == key(model, step=closure(torch.ones(3)))
     assert key(model, step=closure(torch.ones(3))) != key(model, step=closure(torch.zeros(3)))
+
+
+def wrapping(constant):
+    @functools.wraps(functional.gelu)
+    def scaled(x):
+        return functional.gelu(x) * constant
+
+    return scaled
+
+
+@pytest.mark.parametrize("make", [get_ema_multi_avg_fn, wrapping, lambda constant: and_masks(closure(constant))])
+def test_what_a_function_of_a_package_was_given_is_in_the_key(make):
+    """Also where a function of the user's has the name of a package's function, or is held by such a function."""
+    one, same, other = (Net() for _ in range(3))
+    for model, constant in ((one, 0.5), (same, 0.5), (other, 0.9)):
+        model.act = make(constant)
+    assert key(one) == key(same) is not None
+    assert key(one) != key(other)
+
+
+def test_metrics_of_a_package_have_equal_keys():
+    """Each holds functions that hold the metric."""
+    metrics = pytest.importorskip("torchmetrics")
+    models = [Net() for _ in range(2)]
+    for model in models:
+        model.metric = metrics.MeanSquaredError()
+    assert key(models[0]) == key(models[1]) is not None
 
 
 def by_number(module, batch):

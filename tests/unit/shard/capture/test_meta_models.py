@@ -1,5 +1,7 @@
 """Models without bytes: what is built for real, what is not, and what is captured of them."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from hydra_tune.shard.capture.meta_models import (
     is_unbuilt,
     solid,
 )
+from hydra_tune.shard.partition.trial_step import twin_of
 
 LARGE = 1024  # a square of that side is more than what is made for real
 
@@ -69,6 +72,21 @@ def test_a_twin_has_the_names_ties_and_attributes_and_is_in_one_mode():
     assert all(isinstance(tensor, FakeTensor) and tensor.fake_mode is mode for tensor in tensors)
     with mode:
         assert twin(torch.empty(4, LARGE)).shape == (4, LARGE)
+
+
+@pytest.mark.parametrize("copied", [twin_of, lambda model: bodiless_twin(model)[0]], ids=["twin", "bodiless"])
+def test_parameters_of_a_twin_have_copies_of_their_attributes(copied):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[0].weight.scales = [2.0]
+    model[0].weight.owner = model[0]
+    model[0].weight.lock = threading.Lock()
+    model[1].running_mean.scale = 3.0
+    twin = copied(model)
+    assert twin[0].weight.scales == [2.0]
+    assert twin[0].weight.scales is not model[0].weight.scales
+    assert twin[0].weight.owner is twin[0]
+    assert not hasattr(twin[0].weight, "lock"), "no copy can be made"
+    assert twin[1].running_mean.scale == 3.0
 
 
 def test_a_limit_ends_the_building_before_the_memory_is_there():

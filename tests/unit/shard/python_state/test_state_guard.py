@@ -9,6 +9,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -28,6 +29,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import and_masks
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune.errors import CaptureError, TaskError
@@ -215,6 +218,54 @@ def test_a_package_in_the_folder_of_another_environment_is_installed(tmp_path, m
         guard = guard_of(lambda module, batch, package=package: package.scaled(module(batch).sum()))
         package.RATE = 2.0
         assert (guard.change() is not None) == is_followed
+
+
+def scaled_by(weight: float) -> Any:
+    return lambda *arguments: weight
+
+
+def wrapping(weight: float) -> Any:
+    @functools.wraps(nn.functional.gelu)
+    def scaled(value: Any) -> Any:
+        return nn.functional.gelu(value) * weight
+
+    return scaled
+
+
+@pytest.mark.parametrize("make", [get_ema_multi_avg_fn, wrapping, lambda weight: and_masks(scaled_by(weight))])
+def test_what_a_function_of_a_package_was_given_counts(make):
+    """Also where a function of the user's has the name of a package's function, or is held by such a function."""
+    one, same, other = (guard_of(reading(make(weight))) for weight in (0.5, 0.5, 0.9))
+    assert one.digest == same.digest
+    assert one.digest != other.digest
+
+
+def test_a_variable_of_a_function_of_a_package_is_compared_and_put_back():
+    function = inspect.unwrap(get_ema_multi_avg_fn(0.5))
+    guard = guard_of(reading(function))
+    function.__closure__[0].cell_contents = 0.9
+    assert guard.change().startswith("the variable 'decay' of ")
+    guard.restore()
+    assert function.__closure__[0].cell_contents == 0.5
+
+
+def test_an_attribute_of_a_parameter_counts_where_the_code_names_the_attribute():
+    module, other = net(), net()
+    module[0].weight.scale = other[0].weight.scale = 1.0
+
+    def step(module: nn.Module, batch: Any) -> Any:
+        return module(batch).sum() * module[0].weight.scale
+
+    guard = guard_of(step, module)
+    assert guard.digest == guard_of(step, other).digest
+    other[0].weight.mark = True
+    assert guard.digest == guard_of(step, other).digest
+    other[0].weight.scale = 2.0
+    assert guard.digest != guard_of(step, other).digest
+    module[0].weight.scale = 2.0
+    assert guard.change() == "module.0.weight.scale"
+    guard.restore()
+    assert module[0].weight.scale == 1.0
 
 
 def test_an_attribute_that_the_step_sets_is_taken_away_again():

@@ -1,12 +1,15 @@
 """A few samples are checked in place of a large batch where both are provably one step; otherwise the batch is."""
 
 import dataclasses
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.capture.guards import BatchValueGuard
 from hydra_tune.shard.partition import plan_cache as library_module
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, ShardPlanConstraints
 from hydra_tune.shard.verify.step_outcome import UnitSeconds
@@ -176,6 +179,28 @@ def test_the_answers_of_all_samples_decide(checked):
     assert found.guard is None or found.guard.holds((batch,))
     if found.guard is not None:
         assert not found.guard.holds((vectors(),))
+
+
+def test_the_answers_are_asked_for_while_nobody_captures(checked, monkeypatch):
+    """A capture switches kernels for the whole process, and a question could have another answer."""
+    entered = []
+    real, shared = BatchValueGuard.holds, GATE.shared
+
+    @contextmanager
+    def noted():
+        with shared():
+            entered.append(True)
+            yield
+            entered.pop()
+
+    def holds(self, tensors):
+        assert entered, "outside of the gate"
+        return real(self, tensors)
+
+    monkeypatch.setattr(GATE, "shared", noted)
+    monkeypatch.setattr(BatchValueGuard, "holds", holds)
+    prepare(trained(Asks()), vectors())
+    assert checked == [2]
 
 
 def test_seconds_are_those_of_all_samples():
