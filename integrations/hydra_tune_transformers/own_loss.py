@@ -129,7 +129,7 @@ def refused_attributes(trainer: Trainer) -> Iterator[str]:
     memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
 
     def reaches(*values: object) -> bool:
-        content = _Content()
+        content = _AttributeDigest()
         content.note(values)
         return content.has_trainer or bool(content.objects & parts or content.memory & memory)
 
@@ -154,7 +154,7 @@ def refused_attributes(trainer: Trainer) -> Iterator[str]:
             )
 
 
-class _Content(pickle.Pickler):
+class _AttributeDigest(pickle.Pickler):
     """Digest of a value, and the objects that the value holds.
 
     Pickling walks through any object. Tensors count by their identity and version, and code by its identity. Of code, the
@@ -213,7 +213,7 @@ class _Content(pickle.Pickler):
 
     def _walk(self, value: object) -> None:
         # A walk of its own: a pickler cannot begin another within `dump`.
-        content = _Content()
+        content = _AttributeDigest()
         content.objects |= self.objects
         content.note(value)
         self.objects |= content.objects
@@ -222,7 +222,7 @@ class _Content(pickle.Pickler):
 
 
 def _contents(attributes: Mapping[str, Any]) -> dict[str, bytes | None]:
-    return {name: _Content().note(value) for name, value in attributes.items() if name not in _UNCHANGED}
+    return {name: _AttributeDigest().note(value) for name, value in attributes.items() if name not in _UNCHANGED}
 
 
 def _names_of_library(kind: type) -> set[str]:
