@@ -15,6 +15,7 @@ import functools
 import hashlib
 import inspect
 import io
+import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from hydra_tune.errors import TaskError
+from hydra_tune.shard.python_state.code_names import global_names
 
 _SETTINGS = frozenset(
     [
@@ -51,7 +53,7 @@ _SETTINGS = frozenset(
 _UNCHANGED = frozenset({"processing_class", "accelerator"})
 """Attributes whose contents are not compared: a tokenizer takes long."""
 _THE_MODEL = frozenset({"model", "model_wrapped"})
-_LIBRARY = transformers.__path__[0]
+_LIBRARY = f"{transformers.__path__[0]}{os.sep}"
 _CALLS = weakref.WeakKeyDictionary[nn.Module, tuple[int, dict[str, bytes | None]]]()
 """Calls of an override so far, and the contents before the first, by the module of the step."""
 _REMEDY = "write the TrainTask yourself (the page 'Bring a plain PyTorch loop' of the documentation)"
@@ -198,9 +200,9 @@ class _AttributeDigest(pickle.Pickler):
             for cell in value.__closure__ or ():
                 with suppress(ValueError):  # an empty cell
                     self._walk(cell.cell_contents)
-            names = set(value.__code__.co_names)
-            for name, variable in value.__globals__.items():
-                if name in names and isinstance(variable, Trainer | nn.Module | Tensor):
+            for name in global_names(value.__code__):
+                variable = value.__globals__.get(name)
+                if isinstance(variable, Trainer | nn.Module | Tensor):
                     self._walk(variable)
         self.has_trainer |= isinstance(value, Trainer)
         return id(value) if isinstance(value, Trainer | FunctionType | ModuleType | type) else None
@@ -227,13 +229,13 @@ def _contents(attributes: Mapping[str, Any]) -> dict[str, bytes | None]:
 
 def _names_of_library(kind: type) -> set[str]:
     """Names of the attributes that the library's own classes set on `self`."""
-    bases = (base for base in kind.__mro__ if base.__module__.startswith("transformers."))
-    return set().union(*(_names_set_in(inspect.getsource(base)) for base in bases))
+    return set().union(*(_names_set_by(base) for base in kind.__mro__ if base.__module__.startswith("transformers.")))
 
 
-@functools.lru_cache(maxsize=16)
-def _names_set_in(source: str) -> frozenset[str]:
-    stores = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+@functools.cache
+def _names_set_by(base: Any) -> frozenset[str]:
+    nodes = ast.walk(ast.parse(inspect.getsource(base)))
+    stores = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     return frozenset(node.attr for node in stores if ast.unparse(node.value) == "self")
 
 

@@ -59,6 +59,16 @@ class Weighted(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+def logged(function):
+    """Copies the name and the module of the function, as decorators do."""
+
+    @functools.wraps(Trainer.compute_loss)
+    def inner(self, *args, **kwargs):
+        return function(self, *args, **kwargs)
+
+    return inner
+
+
 class Penalized(Trainer):
     """Adds to the stock loss, and logs. Code of the library sets `use_cache` on other objects."""
 
@@ -68,6 +78,7 @@ class Penalized(Trainer):
         super().__init__(*args, **kwargs)
         self.use_cache = 0.1
 
+    @logged
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         loss = loss + self.penalty(outputs["logits"])
@@ -75,7 +86,7 @@ class Penalized(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def penalty(self, scores):
-        return self.use_cache * scores.logsumexp(-1).square().mean()
+        return getattr(self, "strength", self.use_cache) * scores.logsumexp(-1).square().mean()
 
 
 class Distilled(Trainer):

@@ -333,8 +333,8 @@ class JobDispatcher:
     def _go_on(self, record: JobState, found: NextAction | BaseException) -> None:
         job, trial = record.job, record.trial
         assert trial is not None
-        if isinstance(found, NextAction) and not found.is_end:
-            trial.set_ending(is_ending=False)
+        # Set anew where the trial is over, because a claim that waited in vain has set this back.
+        trial.set_ending(is_ending=not isinstance(found, NextAction) or found.is_end)
         if isinstance(found, NextAction) and isinstance(found.step, PendingReport):
             job.enter("waiting")
             self.tell_of(record, found.step)

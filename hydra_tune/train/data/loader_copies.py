@@ -2,8 +2,7 @@
 
 A `DataLoader`, the sampler and the generator are the user's objects, may belong to several trials, and change with each
 iteration. A trial draws from copies in the state left by the user; the originals never change. The samples are never
-copied: a dataset with random streams of its own, a transform with such streams in the dataset, and any
-`IterableDataset` has a shallow copy. `TrialDataFeed`
+copied: a dataset with random streams of its own, and any `IterableDataset`, has a shallow copy. `TrialDataFeed`
 (`data_feed.py`) and `train_plain` (`train/loop/reference_loop.py`) get the batches of each pass from
 `TrialLoaderCopies`.
 """
@@ -19,7 +18,6 @@ import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,16 +34,10 @@ _LOGGER = logging.getLogger(__name__)
 # Loaders that a warning has named.
 _WARNED: "weakref.WeakSet[DataLoader[Any]]" = weakref.WeakSet()
 
-# Methods by which a class decides how its objects are copied.
-_COPYING = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
 _PLAIN = (bool, int, float, str)
 _OWN_REFERENCES = 2
 # Larger collections of a sampler are followed only where they are replaced, because reading them takes time in each pass.
 _MOST_MARKED = 1 << 22
-# Bounds of the search for random streams behind the attributes of a dataset. Longer lists hold samples, not transforms.
-_MOST_ITEMS = 100
-_MOST_OBJECTS = 1000
-_DEEPEST = 4
 
 
 @dataclass(slots=True)
@@ -91,8 +83,6 @@ class TrialLoaderCopies:
         self.current_handle = 0
         # Objects whose parts are being copied.
         self._entered: set[int] = set()
-        # Objects behind attributes in which the present search has found no stream.
-        self._without_streams: set[int] = set()
         # Restored positions for copies that do not exist yet, by handle.
         self._waiting: list[deque[Any]] = []
         # The same from a checkpoint written before positions were kept by handle.
@@ -234,13 +224,8 @@ class TrialLoaderCopies:
         self._remember(original, own_copy)
         return own_copy
 
-    def stream_in(self, original: Any, depth: int = 0) -> Any:
-        """Return the object, or a shallow copy in which the trial's own random streams replace the object's.
-
-        Args:
-            original: a dataset, a stream, or any part of a loader.
-            depth: number of plain objects, such as transforms, between the dataset and the object.
-        """
+    def stream_in(self, original: Any) -> Any:
+        """Return the object, or a shallow copy in which the trial's own random streams replace the object's."""
         known_copy = self._known(original)
         if known_copy is not None:
             return known_copy
@@ -255,34 +240,25 @@ class TrialLoaderCopies:
         own_parts = {
             name: own_part
             for name, value in vars(original).items()
-            if (own_part := self._part_of_data(value, depth)) is not value
+            if (own_part := self._part_of_data(value)) is not value
         }
         self._entered.discard(id(original))
-        if not self._entered:
-            self._without_streams.clear()
         # An `IterableDataset` may keep its position in itself, so it is copied in any case.
         if not own_parts and not isinstance(original, IterableDataset):
-            if depth:
-                self._without_streams.add(id(original))
             return original
         own_copy = copy.copy(original)
         vars(own_copy).update(own_parts)
         return self._remember(original, own_copy)
 
-    def _part_of_data(self, value: Any, depth: int = 0) -> Any:
-        """Return an attribute of a dataset with the trial's own streams, those of datasets and transforms in it included."""
-        own_value = self._own_item(value, depth)
-        items = _items_in(value)
-        own_items = [self._own_item(item, depth) for item in items]
-        if all(own is item for own, item in zip(own_items, items, strict=True)):
-            return own_value
-        return dict(zip(value, own_items, strict=True)) if type(value) is dict else type(value)(own_items)
-
-    def _own_item(self, value: Any, depth: int) -> Any:
+    def _part_of_data(self, value: Any) -> Any:
+        """Return an attribute of a dataset with the trial's own streams, those of wrapped datasets included."""
         if _is_stream(value) or isinstance(value, Dataset):
-            return value if depth and _is_global(value) else self.stream_in(value)
-        is_followed = depth < _DEEPEST and len(self._without_streams) < _MOST_OBJECTS and _is_plain_object(value)
-        return self.stream_in(value, depth + 1) if is_followed and id(value) not in self._without_streams else value
+            return self.stream_in(value)
+        datasets = _datasets_in(value)
+        own_datasets = [self.stream_in(dataset) for dataset in datasets]
+        if all(own is dataset for own, dataset in zip(own_datasets, datasets, strict=True)):
+            return value
+        return dict(zip(value, own_datasets, strict=True)) if type(value) is dict else type(value)(own_datasets)
 
     def _sampler(self, original: Any, dataset: Dataset[Any]) -> Any:
         if original is None or isinstance(original, list | tuple | range):
@@ -440,13 +416,6 @@ def _is_stream(value: object) -> bool:
     return isinstance(value, torch.Generator | random.Random) or type(value).__module__.startswith("numpy.random")
 
 
-def _is_global(stream: object) -> bool:
-    """Whether a stream is one of the libraries' own, which each trial has in a state of its own."""
-    numpy_random = sys.modules.get("numpy.random.mtrand")
-    own = (torch.default_generator, vars(random)["_inst"], getattr(numpy_random, "_rand", None))
-    return any(stream is each for each in own)
-
-
 def _mark_of(stream: Any) -> Hashable:
     return stream.get_state().numpy().tobytes() if isinstance(stream, torch.Generator) else pickle.dumps(stream)
 
@@ -472,26 +441,6 @@ def _data_of(dataset: object) -> Iterator[object]:
 def _is_alike(value: object, dataset: object) -> bool:
     """Whether an object is a dataset like another one, of a class that torch does not know as one."""
     return type(value) is type(dataset) and type(value).__module__ != "builtins" and not isinstance(value, torch.Tensor)
-
-
-def _is_plain_object(value: Any) -> bool:
-    """Whether a shallow copy of an object of a class in Python is an object like it: no class says otherwise."""
-    kind: Any = type(value)
-    return (
-        isinstance(getattr(value, "__dict__", None), dict)
-        and not isinstance(value, DataLoader | ModuleType)
-        and not _is_code(value)
-        and not hasattr(kind, "__del__")
-        and not hasattr(kind, "__copy__")
-        and all(getattr(kind, name) is getattr(object, name) for name in _COPYING)
-    )
-
-
-def _items_in(value: Any) -> list[Any]:
-    """Return the items of a list, tuple or dict that may hold streams."""
-    if type(value) in (list, tuple, dict) and len(value) <= _MOST_ITEMS:
-        return list(value.values() if type(value) is dict else value)
-    return _datasets_in(value)
 
 
 def _datasets_in(value: Any) -> list[Any]:

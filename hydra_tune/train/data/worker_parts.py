@@ -113,6 +113,9 @@ class _PayloadPickler(pickle.Pickler):
             type(value) is not Tensor
             or value.layout is not torch.strided
             or value.is_nested
+            # Conjugates and negatives that torch computes at the next read: the bytes alone are other numbers.
+            or value.is_conj()
+            or value.is_neg()
             or value.device.type != "cpu"
             or value.requires_grad
             or value.nbytes < _SHARED_BYTES

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import itertools
-import random
 import threading
 from typing import Any
 
@@ -160,49 +159,16 @@ class Noisy(Dataset[Any]):
         return index + self.noise.random()
 
 
-class Adds:
-    """A transform with streams of its own."""
-
-    def __init__(self, *streams: Any) -> None:
-        self.streams = list(streams)
-
-    def __call__(self, value: float) -> float:
-        return value + sum(stream.random() for stream in self.streams)
-
-
-class Composed:
-    def __init__(self, *parts: Any) -> None:
-        self.parts = parts
-
-    def __call__(self, value: float) -> float:
-        for part in self.parts:
-            value = part(value)
-        return value
-
-
-class Transformed(Dataset[Any]):
-    def __init__(self, transform: Any) -> None:
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> float:
-        return self.transform(index)
-
-
 @pytest.mark.parametrize(
     "data",
     [
-        Transformed(Adds(np.random.default_rng(0))),
-        Transformed(Composed(Composed(float), Composed(Composed(Adds(random.Random(0))), float))),
         ConcatDataset([Noisy(0), [7.0, 8.0], Noisy(1)]),
         StackDataset(Noisy(0), Noisy(1)),
         StackDataset(one=Noisy(0), other=Noisy(1)),
     ],
-    ids=["transform", "composed transform", "list", "tuple", "dict"],
+    ids=["list", "tuple", "dict"],
 )
-def test_streams_behind_attributes_of_a_dataset_are_the_trials_own(data):
+def test_streams_of_datasets_in_a_container_are_the_trials_own(data):
     drawn, resumed, loader = feed(), feed(), DataLoader(data, 4)
     first = repr(list(drawn.draw(loader, shuffle=True)))
     assert repr(list(feed().draw(loader, shuffle=True))) == first
@@ -211,33 +177,6 @@ def test_streams_behind_attributes_of_a_dataset_are_the_trials_own(data):
     resumed.check(loader)
     resumed.restore(decode(position, tensors))
     assert repr(list(resumed.draw(loader, shuffle=True))) == second != first
-
-
-def test_transforms_share_their_streams_and_stay_themselves_without_any():
-    stream, plain = np.random.default_rng(0), Composed(float)
-    data = Transformed(Composed(Adds(stream, np.random.mtrand._rand), Adds(stream), plain))
-    plain.data = data
-    first, second, last = TrialLoaderCopies().stream_in(data).transform.parts
-    assert first.streams[0] is second.streams[0] is not stream
-    assert first.streams[1] is np.random.mtrand._rand
-    assert last is plain
-    assert data.transform.parts[0].streams[0] is stream
-
-
-class Once:
-    """Has one object, whatever is asked for."""
-
-    def __new__(cls, *arguments: Any) -> Any:
-        return cls.__dict__.get("only") or super().__new__(cls)
-
-    def __init__(self, *streams: Any) -> None:
-        self.streams, type(self).only = streams, self
-
-
-def test_an_object_that_no_copy_is_like_stays_itself():
-    once = Once(np.random.default_rng(0))
-    data = Transformed(once)
-    assert TrialLoaderCopies().stream_in(data) is data
 
 
 def test_datasets_may_refer_to_each_other():

@@ -116,6 +116,12 @@ def test_tensors_with_memory_of_another_kind_reach_workers():
     assert nested.unbind()[0].equal(torch.ones(2))
 
 
+def test_a_large_conjugate_reaches_workers_as_it_is():
+    rows = torch.complex(torch.ones(LARGE), torch.ones(LARGE)).conj()
+    sent = pickle.loads(pickle.dumps(packed("dataset", Rows(rows), "spawn", None))).rows
+    assert sent.resolve_conj().equal(rows.resolve_conj())
+
+
 def test_a_large_array_is_not_in_the_pickle_and_is_as_it_is_when_workers_start():
     rows = np.zeros(LARGE, dtype=np.float32)
     part = packed("dataset", ReadOnly(rows), "spawn", None)
