@@ -71,6 +71,8 @@ class _InterruptHolder:
         Args:
             to_open: whether the block lies in a window, where signals get through.
         """
+        if not self.depth:
+            return  # a fork within the block
         self.depth -= 1
         self.is_open = to_open
         if self.depth == 0:
@@ -92,7 +94,7 @@ class _InterruptHolder:
 
     def release_in_child(self) -> None:
         """Restore the handlers in a forked process, whose blocks end in its parent alone."""
-        self.pressed = []
+        self.depth, self.is_open, self.pressed = 0, False, []
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)

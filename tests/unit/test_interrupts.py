@@ -248,3 +248,23 @@ def test_a_forked_process_holds_no_interrupt_and_its_parent_still_does():
         press()
         done.append("held")
     assert done == [1, "held"]
+
+
+def press_in_a_block(has_ended):
+    with hold_interrupts():
+        press()
+        has_ended.set()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*fork:DeprecationWarning"
+)  # of Python 3.12 and later, beside threads of other tests
+def test_a_process_forked_within_a_block_has_blocks_of_its_own():
+    fork = multiprocessing.get_context("fork")
+    has_ended = fork.Event()
+    with hold_interrupts():
+        process = fork.Process(target=press_in_a_block, args=(has_ended,))
+        process.start()
+        process.join()
+    assert has_ended.is_set()
+    assert process.exitcode == 1

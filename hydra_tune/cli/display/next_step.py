@@ -12,8 +12,8 @@ import click
 from click.core import ParameterSource
 
 # SQLAlchemy takes everything before the first "@" as the password, also slashes. A password may have an "@" that the user
-# has not escaped, so the mask reaches to the last "@" before the next slash.
-_PASSWORD = re.compile(r"(://[^:/@\s]*):[^@\s]*@(?:[^/\s]*@)?")
+# has not escaped, so the mask reaches to the last "@" before the next slash. A number before a slash is a port.
+_PASSWORD = re.compile(r"(://[^:/@\s]*):(?!\d+/)[^@\s]*@(?:[^/\s]*@)?")
 _ONCE = frozenset({"resume", "as_json", "no_live", "event_log", "timeline"})  # of one run, not of the sweep
 
 

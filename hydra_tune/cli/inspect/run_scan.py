@@ -353,11 +353,12 @@ def _record(part: _RunParts, folder: Path) -> SweepRunRecord:
 
 def _sweep_folder(part: _RunParts, facts: Mapping[str, Any], study: str, searched: Path) -> Path | None:
     """Folder of the sweep, whose lock a running sweep holds; None without checkpoints, or before the first of them."""
-    # Without a log, a path in a sweep file counts from the searched folder, as that of the storage does (`find_runs`).
-    folder = Path(facts["folder"]) if facts else searched
+    # Without a log, a path in a sweep file counts from the searched folder, as that of the storage does (`find_runs`), or
+    # from the working folder, where the sweep of a file in another folder was begun.
+    folders = [Path(facts["folder"])] if facts else [searched, Path.cwd()]
     name = facts.get("checkpoint_dir") or (None if part.spec is None else part.spec.checkpoint_dir)
-    path = None if name is None else sweep_path(folder / name, study)
-    return path if path is not None and path.is_dir() else None
+    paths = [] if name is None else [sweep_path(folder / name, study) for folder in folders]
+    return next((path for path in paths if path.is_dir()), None)
 
 
 def _trials(part: _RunParts, logs: list[RunState]) -> tuple[TrialView, ...]:

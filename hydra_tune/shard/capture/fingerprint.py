@@ -42,6 +42,8 @@ from hydra_tune.shard.python_state.code_names import (
 from hydra_tune.shard.python_state.value_holder import bytes_of
 from hydra_tune.task import TrainTask
 
+_COMPILED = "_torchdynamo_orig_callable"
+"""Attribute in which `torch.compile` keeps the function that its result computes."""
 _MAX_DEPTH = 12
 _MAX_TENSOR_BYTES = 1 << 20
 _SKIPPED = {"_parameters", "_buffers", "_modules", "training", "_is_full_backward_hook", "_version"}
@@ -258,6 +260,9 @@ def _function(value: Any, seen: dict[int, int], depth: int) -> Hashable:
         return ("seen", seen[id(value)])
     # Before the closure and the globals, which may lead back to the function.
     seen[id(value)] = len(seen)
+    if is_of_package and (compiled := vars(value).get(_COMPILED)) is not None:
+        # A compiler's wrapper closes over what has no key, and computes as the function does.
+        return ("compiled", value.__code__, _value(compiled, seen, depth))
     cells = tuple(_value(cell.cell_contents, seen, depth) for cell in value.__closure__ or () if _filled(cell))
     defaults = _value((value.__defaults__ or (), value.__kwdefaults__ or {}), seen, depth)
     if is_of_package:

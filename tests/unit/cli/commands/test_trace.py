@@ -33,8 +33,8 @@ def test_it_prints_the_figures_and_writes_the_trace_beside_the_log(log):
     assert result.exit_code == 0, result.output
     lines = [" ".join(line.split()) for line in result.output.splitlines()]
     assert "cpu:0 10.0% 5 ms 4 ms 30 ms 10.0% 1" in lines
-    assert "cpu:1 0.0% 0 ms 3 ms 3 ms 0.0% 0" in lines
-    assert "parameters 30 B 20 B 10 B" in lines
+    assert "cpu:1 0.0% 0 ms 3 ms 5 ms 0.0% 0" in lines
+    assert "parameters 30 B 20 B 20 B" in lines
     assert "trials 1 pruned, 1 unknown" in lines
     assert "makespan 10 ms" in lines
     assert "units 1 run, 4 saved by pruning (80%)" in lines
@@ -49,7 +49,7 @@ def test_the_json_says_what_the_tables_say(log, tmp_path):
     result = call(log, "--json", "--out", tmp_path / "x.json")
     data = json.loads(result.stdout)
     assert (data["units_run"], data["units_saved"], data["is_whole"]) == (1, 4, True)
-    assert data["overlap"] == pytest.approx(3 / 33)
+    assert data["overlap"] == pytest.approx(3 / 35)
     assert (tmp_path / "x.json").exists()
     assert not (tmp_path / "run.trace.json").exists()
 

@@ -44,6 +44,7 @@ def test_the_command_has_what_was_typed_and_belongs_to_the_sweep(tmp_path):
         ("postgresql://u:pa/ss@h/db", "postgresql://u:***@h/db"),
         ("postgresql://u:p@h/db?options=a@b", "postgresql://u:***@h/db?options=a@b"),
         ("postgresql://u@h/db", "postgresql://u@h/db"),
+        ("postgresql://h:5432/db?options=a@b", "postgresql://h:5432/db?options=a@b"),
         ("sqlite:///a:b@c.db", "sqlite:///a:b@c.db"),
     ],
 )

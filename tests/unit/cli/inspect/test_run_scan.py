@@ -230,3 +230,7 @@ def test_the_checkpoints_of_a_sweep_without_a_log_lie_in_the_folder_of_the_sweep
     monkeypatch.chdir(elsewhere)
     (run,) = find_runs(place)[0]
     assert run.phase == "interrupted"
+    # Begun by `hydra-tune sweep sweep/space.yaml`, the sweep has its checkpoints in the working folder.
+    (place / "checkpoints").rename(elsewhere / "checkpoints")
+    (run,) = find_runs(place)[0]
+    assert run.phase == "interrupted"

@@ -201,6 +201,14 @@ def test_what_a_function_of_a_package_was_given_is_in_the_key(make):
     assert key(one) != key(other)
 
 
+def test_a_compiled_function_of_a_package_is_keyed_by_the_function():
+    one, same, other = (Net() for _ in range(3))
+    for model, function in ((one, functional.gelu), (same, functional.gelu), (other, functional.silu)):
+        model.act = torch.compile(function, backend="eager")
+    assert key(one) == key(same) is not None
+    assert key(one) != key(other)
+
+
 def test_metrics_of_a_package_have_equal_keys():
     """Each holds functions that hold the metric."""
     metrics = pytest.importorskip("torchmetrics")
