@@ -371,8 +371,8 @@ class HydraExecutor:
                 saved_as=saved_as,
                 max_retries=retries,
             )
-        # Before this job makes a thread busy, because the server of loader workers has to begin before. Within `with`, the
-        # pool's threads exist already, and wait.
+        # The server of loader workers has to begin before this job makes a thread busy. Within `with`, the pool's threads
+        # exist already, and wait.
         self._prepare_workers([task])
         pool, origin = self._started(), StartCheckpointSource()
         path = resume_from if warm_start is None else warm_start

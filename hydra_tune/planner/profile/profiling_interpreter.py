@@ -10,8 +10,8 @@ Note: random numbers. A profile moves no trial's stream. Made-up numbers come fr
 from states that belong to no trial; on a GPU, each draw sets the GPU's default generator to such a state, in turn with
 trials (`CudaGenerator.in_turn`).
 
-Note: locks. The module takes no other lock. `StepPlanner` (`fusion/runtime/step_planner.py`) borrows the device, shares
-`GATE` (`shard/capture/capture_lock.py`) and computes with a single thread while a graph is profiled.
+Note: locks. The module takes only the lock of `in_turn`. `StepPlanner` (`fusion/runtime/step_planner.py`) borrows the
+device, shares `GATE` (`shard/capture/capture_lock.py`) and computes with a single thread while a graph is profiled.
 """
 
 from collections.abc import Callable, Mapping
