@@ -1,15 +1,16 @@
 """`HydraExecutor`: the public interface of the pool.
 
-The executor checks options, starts the pool at first use, turns each `TrainTask` into a `Job`, and routes every call to
+The executor checks options, starts the pool at first use, turns each `TrainTask` into a `Job`, and routes most calls to
 the fusion layer, to the pool, or to the isolated process that runs the pool. Training itself happens on the pool's
-threads; a caller thread only submits, waits, copies a job's state, plans and reads figures. People import
-`HydraExecutor` from `hydra_tune`; `hydra-tune sweep` (`cli/run/sweep_run.py`), `hydra-tune check`
-(`cli/dry_run/checking.py`) and `hydra-tune plan` (`cli/dry_run/planning.py`) make executors, and each Ray pool makes
-one executor (`NodePoolRuntime` of `hydra_tune_ray`). Studies of `hydra_tune_optuna` call an executor given by the user.
+threads; a caller thread submits, waits, copies a job's state, plans, reads figures, and reads, writes and removes
+checkpoints. The module must not know any tuner. People import `HydraExecutor` from `hydra_tune`; `hydra-tune sweep`
+(`cli/run/sweep_run.py`), `hydra-tune check` (`cli/dry_run/checking.py`) and `hydra-tune plan` (`cli/dry_run/planning.py`)
+make executors, and each Ray pool makes one executor (`NodePoolRuntime` of `hydra_tune_ray`). Studies of `hydra_tune_optuna`
+call an executor given by the user.
 
-Note: locks. `_lock` guards only the start of the pool and `_is_shut_down`, because several threads may make the first
-call at once. No call holds `_lock` while user code runs or a unit is awaited. A pool belongs to the process of the first
-use: a forked process may neither use nor end the pool.
+Note: locks. `_lock` guards only the start of the pool and `_is_shut_down`, because several threads may share an executor
+and make the first call at once. No call holds `_lock` while user code runs or a unit is awaited. A pool belongs to the
+process of the first use: a forked process may neither use nor end the pool.
 """
 
 import atexit
@@ -370,7 +371,8 @@ class HydraExecutor:
                 saved_as=saved_as,
                 max_retries=retries,
             )
-        # Before the pool starts, because the server of loader workers has to begin before any thread is busy.
+        # The server of loader workers has to begin before this job makes a thread busy. Within `with`, the pool's threads
+        # exist already, and wait.
         self._prepare_workers([task])
         pool, origin = self._started(), StartCheckpointSource()
         path = resume_from if warm_start is None else warm_start

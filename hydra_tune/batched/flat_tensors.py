@@ -3,8 +3,8 @@
 The parameters of a shard lie in a common buffer (`memory/block.py`). So do the tensors of its optimizer state, in the
 same order and with the same gaps. Contiguity is read off the addresses at every step, because blocks move. Operators
 compute on the gaps too, and values in the gaps mean nothing. `BatchedOptimizer` (`batched_optimizer.py`) forms such
-tensors when a group steps; `joint_graph.py` lays the gradients of a traced step out in the same way, and
-`planner/trace/optimizer_graph.py` traces updates of such tensors.
+tensors when a group steps, and `update_kernels.py` computes on such tensors. `joint_graph.py` lays the gradients of a
+traced step out in the same way, and `planner/trace/optimizer_graph.py` traces updates of such tensors.
 
 Note: two allocations may be neighbours by chance, so a flat tensor must never reach beyond a single storage.
 """

@@ -4,8 +4,9 @@ In small models most of a step's time is overhead: dispatch through `torch.vmap`
 overhead is identical in every step, so tracing pays for it once, on fake tensors without memory, and keeps the
 resulting list of operators. Random numbers become arguments of the graph: tracing notes the draws of a shard, and the
 numbers are drawn before each run. `fusion/compile/batched_plan.py` traces when a group meets a kind of batch for the
-first time, and its `StackedPlanExecutor` and rounds (`fusion/group/multi_step_unit.py`) run the trace;
-`planner/trace/step_graph.py` traces each step to be planned.
+first time, and its `StackedPlanExecutor` and rounds (`fusion/group/multi_step_unit.py`) run the trace. With
+`fusion_compile`, `fusion/compile/torch_compile.py` compiles a trace, or `fusion/compile/cuda_graph_steps.py` records a
+trace as a CUDA graph. `planner/trace/step_graph.py` traces each step to be planned.
 
 Note: a trace bakes in the number of members, the sizes of the batch, and the kind of device, but holds no tensor of a
 group. The caller holds the capture gate alone (`shard/capture/capture_lock.py`), because tracing changes state of the

@@ -1,9 +1,10 @@
-"""A sweep's own folder beside its trials' checkpoints: held by one process at a time, with the sweep's notes.
+"""A sweep's own folder beside its trials' checkpoints: locked by one process at a time, with the sweep's notes.
 
 The folder holds `lock`, `sweep.json` with the folder's identity, and a JSON file for each note. The lock is the
-system's: the lock of a dead process is free, and nothing needs tidying up. The module knows nothing of the notes'
-contents. `run_sweep` (`cli/run/sweep_run.py`) holds the folder of a sweep with a `checkpoint_dir` from before the pool
-opens until the end. The Optuna tuner notes the position of the sampler
+system's: the lock of a dead process is free, and nothing needs tidying up. A process forked from the holder holds the lock
+as well (`lock.py`). The module knows nothing of the notes' contents. `run_sweep` (`cli/run/sweep_run.py`) holds the folder
+of a sweep with a `checkpoint_dir` from before the pool opens until the pool has been shut down; the report and the
+timeline come later. The Optuna tuner notes the position of the sampler
 (`integrations/hydra_tune_optuna/search/resume_sweep.py`) and earlier failures (`integrations/hydra_tune_optuna/sweep.py`).
 `cli/dry_run/checking.py` asks whether a sweep is being run (`check_free`).
 """

@@ -3,7 +3,8 @@
 Messages are tuples with the kind as the first item. The program sends `submit`, `proceed`, `pruned`, `cancelled`,
 `suspend` and `close`. The pool's process answers with `ready` or `broken`, with `placed`, `reported` and `over` for
 jobs, and with `suspended`. `IsolatedPoolClient` (`parent.py`) runs an `IsolatedPoolServer` in each process that the
-supervisor starts, until the program sends `close` or ends.
+supervisor starts, until the program sends `close` or ends. `HydraExecutor._begin_isolated` (`executor.py`) makes the
+executor of such a process. The module knows the executor only as a `ServedExecutor`, and must not know how a pool trains.
 
 Note: one thread (`run`) submits, answers and sends; a second thread only receives, and puts requests into the stream of
 the jobs' events, so requests and events have one order. Users' code runs here under a mark (`at_work`), or a crash could

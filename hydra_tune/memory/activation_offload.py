@@ -1,11 +1,15 @@
 """Keeps tensors saved by autograd on the host until the backward pass reads them.
 
 Units that run the user's own code cannot be cut or recomputed, so their activations are spilled instead: `Lease`
-(`lease.py`) spills in such a unit if the unit's plan says so, and `train/loop/direct.py` and
-`train/own_loop/unit_memory.py` spill once a step finds no more room. `SavedTensorSpiller` registers saved-tensor hooks,
-copies large saved tensors to the host in `pack`, and loads the copies back in `unpack`.
-`shard/cost/eager_pilot.py` counts with a spiller on fake tensors, and `shard/execute/saved_activations.py` uses the
-version counters.
+(`lease.py`) spills in such a unit if the unit's plan says so, and `train/loop/direct.py` spills once a step finds no more
+room (`LazySavedTensorSpiller`). `train/own_loop/unit_memory.py` only counts saved tensors with a `LazySavedTensorSpiller`,
+and never spills. `SavedTensorSpiller` registers saved-tensor hooks, copies large saved tensors to the host in `pack`, and
+loads the copies back in `unpack`. `shard/cost/eager_pilot.py` measures and checks a spiller in real runs of copies of the
+model, and `shard/execute/saved_activations.py` uses the version counters. The module must not know models or steps.
+
+Each unit, or each step of the user's own, has a spiller of its own, without a lock. `HostMemoryQuota`
+(`train/state/host_quota.py`) reserves the host memory that the pilot has measured (`spilled_bytes`), and `Lease.count` adds
+the moved bytes to the pager's figures.
 
 Note: fidelity to autograd. Without hooks, autograd keeps a saved tensor alive and refuses a tensor overwritten in place
 before the backward pass. Autograd detects the overwrite by a version counter shared by all views of the tensor. With

@@ -2,7 +2,8 @@
 
 `OwnCodeTrial` (`own_code_trial.py`), `SingleTrial` (`single_trial.py`) and `MemberTrial` (`fusion/group/member.py`) average
 the training losses between two reports, weighted by samples, or with `loss_weight=` by steps, and the metrics of each
-validation pass. `train_plain` (`train/loop/reference_loop.py`) has a mean of its own, and both must add in the same order.
+validation pass. `Trial` (`trial.py`) puts the `parts` of a begun mean into checkpoints. `train_plain`
+(`train/loop/reference_loop.py`) has a mean of its own, and both must add in the same order.
 """
 
 from collections.abc import Mapping

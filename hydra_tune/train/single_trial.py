@@ -4,7 +4,8 @@ The training loop is written once, as a generator that reads like a plain loop a
 `OwnCodeTrial` (`own_code_trial.py`) has the steps and the evaluation by the user's own code.
 `JobPreparer` (`pool/runtime/preparer.py`) makes a `SingleTrial` for each admitted job with a `TrainTask` in a pool without
 fusion; with fusion, a job's trial is a `MemberTrial` (`fusion/group/member.py`), a subclass. Forecasts
-(`pool/dry_run/report.py`) and measurements (`train/timing/step_timing.py`) make further `SingleTrial`s.
+(`pool/dry_run/report.py`), profiles (`pool/dry_run/simulator_profile.py`) and measurements (`train/timing/step_timing.py`)
+make further `SingleTrial`s.
 
 Note: bits. The order of draws, sums, scheduler, reports and modes is the order of `train/loop/reference_loop.py`, and a
 change here needs the same change there.

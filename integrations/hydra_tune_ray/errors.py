@@ -1,14 +1,19 @@
 """Errors that only the Ray integration raises.
 
 `installed.py` raises `RayVersionError`, `pickling.py` `BuildPickleError`, and `client.py` and `trainable.py` `TrialError`;
-`client.py`, `pools.py`, `version.py` and `node/` raise `PoolError`. People import the classes from `hydra_tune_ray`.
+`client.py`, `pools.py`, `version.py` and `node/` raise `PoolError`. People import the classes from `hydra_tune_ray`. If Ray
+is missing or untested, the import of `hydra_tune_ray` itself raises `RayVersionError`, which people catch as a
+`ConfigError` or an `ImportError`.
+
+The module must import neither Ray nor torch: `installed.py` imports the module to say that Ray is missing. Ray pickles
+errors on their way to the driver, so a class takes its message alone.
 """
 
 from hydra_tune.errors import ConfigError, HydraTuneError
 
 
 class RayVersionError(ConfigError, ImportError):
-    """Ray is missing, or its version has not been tested with this release."""
+    """Ray, or a package that Ray Tune needs, is missing, or this release has not been tested with the version of Ray."""
 
 
 class BuildPickleError(ConfigError):
@@ -16,8 +21,12 @@ class BuildPickleError(ConfigError):
 
 
 class PoolError(HydraTuneError):
-    """A pool failed to start, does not answer, or has died."""
+    """A pool failed to start, does not answer, has died, or is of another version; or a checkpoint could not be fetched."""
 
 
 class TrialError(HydraTuneError):
-    """A trial has failed in its pool; the message contains the original error."""
+    """A trial cannot go on.
+
+    The trial has failed in its pool (the message contains the original error), was ended there, has no result for Ray, or
+    has no usable checkpoint.
+    """

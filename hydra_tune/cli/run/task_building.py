@@ -1,8 +1,9 @@
 """Builds the task of a trial with the function named by the sweep file.
 
-`sweep_run.py` and `cluster.py` give the builder to the tuner, which builds the task of each trial when the trial
-begins; `cli/dry_run/planning.py` builds the task of each configuration to plan, and `cli/dry_run/checking.py` a single
-task.
+`sweep_run.py` gives the builder to the Optuna tuner, which builds the task of each trial when the trial begins
+(`integrations/hydra_tune_optuna/sweep.py`). `cluster.py` gives the builder to the tuner for Ray, and the pool of a trial
+builds the task in another process (`integrations/hydra_tune_ray/node/pool_runtime.py`), so a builder must be picklable.
+`cli/dry_run/planning.py` builds the task of each configuration to plan, and `cli/dry_run/checking.py` a single task.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,8 @@
-"""Convolutions, pooling and batch norm on stacked members: members become additional channels.
+"""Convolutions, pooling, upsampling, batch and group norm on stacked members: members become additional channels.
 
 `StackedGraph` (`batched_graph.py`) finds the rules through `batching_rules.py`, and calls a rule at each run of such an
-operator on stacked members. A rule must not mix channels of several members.
+operator on stacked members. A rule must not mix channels of several members. A rule for convolutions or pooling returns
+None for input without a batch dimension, and the graph then runs the operator under `torch.vmap`.
 
 Note: layout. Outputs have the shape `(N, batch, channels, ...)` and lie in memory as `(batch, ..., N, channels)`, with
 all members' channels innermost, where kernels are fast. An operator accepts its predecessor's output in this layout

@@ -5,7 +5,8 @@ twice a second. Lines already written stay readable after any end of the process
 log takes names, numbers and times, and must hold no part of the engine. `pool/runtime/settings.py` makes an `EventLog`
 when the pool starts, if a file is given, and `Pool` (`pool/pool.py`) closes the log at shutdown. Workers, the
 dispatcher (`pool/runtime/dispatcher.py`), pagers (`memory/pager.py`) and the disk (`memory/host/disk.py`) write to the
-log.
+log. Jobs add their reports (`pool/runtime/job_state.py`), and `hydra-tune sweep` adds facts about the study
+(`cli/run/sweep_run.py`). `cli/display/log_file.py` and the settings check the path beforehand (`check_log_path`).
 
 Note: training goes first. No training thread waits for the log; only `close` does. Records are flat tuples of texts and
 numbers, because every nested object makes the garbage collector walk more often through all objects of a run. The

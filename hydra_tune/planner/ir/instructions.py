@@ -1,7 +1,8 @@
 """Instructions of a segment (runs, copies, recomputations, deletions), and prefix sums over consecutive operators.
 
 `lowering.py` lists the instructions of a segment whenever `planner/cost` simulates the segment, `verify.py` checks the
-segment, or `planner/passes/graph_rewrite.py` writes the merged graph.
+segment, `planner/search/figures.py` reports the memory of a step over time, or `planner/passes/graph_rewrite.py` writes the
+merged graph. Instructions and sequences never change once made, so threads may share them (note on reuse in `lowering.py`).
 
 Note: speed. Planning simulates each segment thousands of times, and between the few operators with a decision, operators
 just follow each other. `InstructionSequence` adds up the time and memory of a sub-array's operators once, and a

@@ -6,8 +6,12 @@ Feature maps are on the host between the forward and the backward, so a step lar
 `output_layouts.py` looks at the layouts of results. The module must not know plans or budgets: every feature map makes
 the same way to the host and back.
 
-Note: random numbers. Draws and made-up numbers come from generators that belong to no trial, so a profile moves no
-trial's stream.
+Note: random numbers. A profile moves no trial's stream. Made-up numbers come from a generator of their own. Draws come
+from states that belong to no trial; on a GPU, each draw sets the GPU's default generator to such a state, in turn with
+trials (`CudaGenerator.in_turn`).
+
+Note: locks. The module takes only the lock of `in_turn`. `StepPlanner` (`fusion/runtime/step_planner.py`) borrows the
+device, shares `GATE` (`shard/capture/capture_lock.py`) and computes with a single thread while a graph is profiled.
 """
 
 from collections.abc import Callable, Mapping
@@ -312,7 +316,7 @@ def _generators(step: StepGraph, device: torch.device, count: int) -> GroupGener
 
 
 def made_up(like: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of some geometry with small numbers that no operator rejects.
+    """Return a tensor of some geometry with small numbers that hardly any operator rejects.
 
     Integers are 0, a valid row of every table.
     """

@@ -1,8 +1,9 @@
 """`PoolDeviceLender`: offers a job other idle devices and host memory, for running batches side by side.
 
-`JobPreparer` (`pool/runtime/preparer.py`) gives each trial a `JobDeviceLender`, and the trial asks for devices before
-each optimizer step of several batches (`train/parallel/pool_offers.py`). An offer reserves no device: the scheduler alone
-gives devices to units. `Pool` (`pool/pool.py`) reads `steps_by_way` for the statistics.
+`JobPreparer` (`pool/runtime/preparer.py`) gives each trial a `JobDeviceLender`. A `SingleTrial` (`train/single_trial.py`)
+asks for devices before an optimizer step of several batches, once the random draws of the step's plan are known (`arrange`
+in `train/parallel/step_strategy.py`). With `parallel="none"` the trial asks for host memory alone. An offer reserves no
+device: the scheduler alone gives devices to units. `Pool` (`pool/pool.py`) reads `steps_by_way` for the statistics.
 """
 
 import threading
@@ -47,7 +48,7 @@ class PoolDeviceLender:
         self._changed = changed
 
     def offer(self, record: JobState) -> DeviceOffer | None:
-        """Return the devices available to a job; None if the job is over, runs no unit now, or no other device is idle."""
+        """Return the devices available to a job; None if the job is over, runs no unit now, or would have a single device."""
         with self._changed:
             # A device whose unit of the previous step has just ended may not have reported the end yet; such a device
             # still counts as the job's own.

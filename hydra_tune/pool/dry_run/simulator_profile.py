@@ -1,7 +1,9 @@
-"""Profiles of tasks for the simulator, from their plans alone and without training.
+"""Profiles of tasks for the simulator, from their plans and the times of the plans' checks, without training.
 
 `Pool.profile` (`pool/pool.py`) makes the profile when a program calls `HydraExecutor.profile`; `hydra-tune simulate`
-reads such profiles. One thread, made for the call, builds the models, like the pool's preparer.
+reads such profiles. One thread, made for the call, builds the models, like the pool's preparer. The pool's jobs may run
+meanwhile, and the module touches none of them. Each trial captures its step, and never runs the user's own step in place
+of a plan (`may_run_own_code=False`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,7 +83,10 @@ def _planned_trial(
 
 
 def _units(plan: ShardPlan, times: UnitTimes, parts: int, together: int) -> Iterator[dict[str, Any]]:
-    """Yield F0 .. F(K-2), B(K-1) .. B0, each `together` times, for all parts; each shard's last B includes the update."""
+    """Yield F0 .. F(K-2), B(K-1) .. B0, each `together` times, for all parts; a last B includes its shard's update.
+
+    A shard without a backward has no B.
+    """
     last = len(plan.shards) - 1
     for first in range(0, parts, together):
         for index in range(last):

@@ -1,8 +1,9 @@
 """Lines of the event log about the life of jobs, from the scheduler's events and commands and from results.
 
-`JobDispatcher` (`pool/runtime/dispatcher.py`) logs each decision, retry and end; `pool/fusion/group_matcher.py` logs
-the chosen size of a group, and `pool/fusion/live_group.py` the measured times of planned steps. Reports come from
-`JobState` (`pool/runtime/job_state.py`). With fusion, the jobs of the log are the carriers.
+`JobDispatcher` (`pool/runtime/dispatcher.py`) logs each decision, retry and end. `pool/fusion/group_matcher.py` logs the
+chosen size of a group, and the plan of a group beyond a device's room. `pool/fusion/live_group.py` logs the measured times
+of planned steps. Reports come from `JobState` (`pool/runtime/job_state.py`). With fusion, the jobs of the log are the
+carriers.
 
 Note: the names and fields of the lines are part of the format (`observe/event_log/line_format.py`, docs/reference/events.md).
 """

@@ -2,7 +2,8 @@
 
 A trace of the forward would lose the backward that the user has written. The node therefore calls the Function itself,
 each time that the graph runs: a shard unit on real tensors, and the pilot on tensors without bytes. `own_functions.py`
-makes the nodes while a step is captured.
+makes the nodes while a step is captured. `shard/partition/subgraph.py` reads `reads_state` of a shard's calls,
+`shard/cost/pilot.py` reads `keeps_tensors`, and `shard/partition/shard_equivalence.py` compares calls as operators.
 
 `opaque_call` first runs forward and backward on tensors without values, and refuses a Function that does more than
 compute results from its arguments. A refused Function makes its model run whole.

@@ -1,7 +1,8 @@
 """Runs a request's step on copies of the trial's model: captures the step, and asks for answers to its Python's questions.
 
 `PlanLibrary` (`plan_cache.py`) makes a plan of what is captured. A copy is run, because the trial's own steps are still to
-come; what the step changes in Python is put back.
+come; what the step changes in Python is put back. `PlanLibrary` also takes the copies for its checks here (`twin_of`,
+`hollow_twin_of`), and plans a step that runs whole inside `restored`.
 
 Note: order. `GATE.exclusive` is entered first, then the guard of the Python state, so that nobody else changes the state
 before the guard has put the state back. A capture runs the forward alone; code of the user's in a backward first runs in the

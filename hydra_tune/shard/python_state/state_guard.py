@@ -7,15 +7,22 @@ value that differs; a plan that was made before the change serves no more. `rest
 was only tried.
 
 `shard/partition/trial_step.py` sets a guard around each capture, and `shard/verify/plan_check.py` around each check of a
-plan. `train/loop/plan_cache.py` and `fusion/group/member.py` ask a guard before a plan serves again. `PythonStateUndo` undoes
-forecasts (`pool/pool.py`) and timings (`fusion/matching/group_timing.py`); `TaskStateGuard` lets a trial begin again
-(`train/trial.py`, `pool/checkpointing/writer.py`).
+plan. `train/loop/plan_cache.py` and `fusion/group/member.py` ask a guard before a plan serves again. The `digest` of a guard
+is part of a plan's key (`shard/partition/plan_request.py`). `shard/capture/step_capture.py` puts traced numbers in the
+place of numbers that a graph takes as inputs (`replaced`).
+
+`PythonStateUndo` undoes forecasts (`pool/pool.py`), timings (`fusion/matching/group_timing.py`), steps of the user's own
+that run again (`train/loop/direct.py`), steps of stand-ins (`shard/cost/update_pilot.py`) and builds
+(`fusion/group/member.py`). `TaskStateGuard` lets a trial begin again (`train/trial.py`, `pool/checkpointing/writer.py`), and
+`train/checkpoint/python_changes.py` compares the `digests` of such a guard with those of a checkpoint. The module must
+not know captures, plans or trials.
 
 Note: files are not reached by a walk. A capture notes the files that the step reads (`opened_files.py`), and `watch` adds
 their holders.
 
 Note: other trials. `PythonStateGuard.restore` puts back all values, so the caller keeps other trials away meanwhile: by
-`GATE.exclusive`, or by `undisturbed` (`shard/verify/process_state.py`). `PythonStateUndo.undo` and `TaskStateGuard.restore`
+`GATE.exclusive`, or by `undisturbed` (`shard/verify/process_state.py`), which keeps other trials away only where they reach
+the same values. `PythonStateUndo.undo` and `TaskStateGuard.restore`
 run beside other trials, and leave objects that other trials reach.
 
 Note: what no guard sees. Code can read clocks and variables of installed packages. Of an object of an extension module,

@@ -3,6 +3,9 @@
 `train_plain` (`train/loop/reference_loop.py`) makes and runs a `PlainLoop` for a `LoopTask`, with the seed set.
 
 Note: bits. A `PlainLoop` only moves the module, counts, and delivers reports: everything else is the loop's own.
+
+Note: gate. The loop runs while `run` shares `GATE` (`shard/capture/capture_lock.py`), because a capture in a pool of the
+same process changes the rounding of all threads. Reports are delivered outside the gate.
 """
 
 import threading

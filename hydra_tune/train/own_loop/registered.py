@@ -1,8 +1,9 @@
 """`Registered`: all that a loop registers, as the one module, the one optimizer and the one rest of a trial.
 
-`Loop.register` (`handle.py`) makes a `Registered`. `LoopTrial` (`loop_trial.py`) moves, saves and restores the parts as
-those of any trial, and `PlainLoop` (`plain.py`) only moves the module. The loop's own objects stay in use: the loop steps
-its own optimizers, and a `JointOptimizer` must never be stepped.
+`Loop.register` (`handle.py`) makes a `Registered`. If the loop has checkpoints, the first `Loop.step` asks
+`left_out` for variables of the loop that nobody would save. `LoopTrial` (`loop_trial.py`) moves, saves and restores the
+parts as those of any trial, and `PlainLoop` (`plain.py`) only moves the module. The loop's own objects stay in use: the
+loop steps its own optimizers, and a `JointOptimizer` must never be stepped.
 """
 
 from collections import ChainMap

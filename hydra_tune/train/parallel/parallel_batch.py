@@ -2,7 +2,12 @@
 
 `PredrawnBatch` is the common part, and `ParallelBatch` a batch beside others. `OptimizerStep`
 (`train/loop/optimizer_step.py`) makes either for each batch drawn ahead, and runs the batches together once enough are
-drawn.
+drawn: batches of one device shard by shard (`batch_grouping.py`), and each `ParallelBatch` as a lane of a `ParallelStep`
+(`parallel_step.py`, `pipeline_parallel.py`, `grouped_data_parallel.py`).
+
+Note: order. The lanes run on several threads, but gradients are added strictly in the order of the batches, as in a plain
+loop. Each batch has its own copy of the data and its own streams. `check_draws` refuses a batch that has drawn
+another number of random numbers than expected.
 """
 
 import time

@@ -1,14 +1,21 @@
 """The frozen parameters of a trial that lie in a shared file: which they are, and where a unit reads them.
 
 `TensorGroups` (`tensor_groups.py`) keeps a `SharedTensors` beside its groups. Captured units
-(`train/loop/batch_units.py`) ask for `views`; bursts (`train/loop/burst.py`) and units of the user's own code run inside
-`pointed`. A parameter is shared while it is frozen, and
-while it shows the untouched bytes of the file (`memory/shared/shared_file.py`). The trial's own parameter stays in the trial's
-mapping, on the host, and never moves; so the user's code between units reads the parameter as ever.
+(`train/loop/batch_units.py`) and batches side by side (`replicas.py`) ask for `views`; bursts (`train/loop/burst.py`) and
+units of the user's own code run inside `pointed`. After code of the user's, `ModelState` (`model_state.py`) asks for the
+parameters that are shared no more (`lost`). `Trial` (`train/trial.py`) puts the `digests` into checkpoints. The module must
+not know graphs or steps.
+
+A parameter is shared while frozen, and while showing the untouched bytes of the file (`memory/shared/shared_file.py`).
+Between units the trial's own parameter lies in the trial's mapping, on the host, so the user's code there reads the
+parameter as ever.
 
 Note: three ways to read a device's copy. A captured unit computes on a *view* of the copy in place of the parameter. The
 user's own code reads the parameter itself, which is *pointed* at the copy for the length of a unit. On a device that
 computes on host tensors, the user's own code reads the mapping, and the copy only counts the bytes.
+
+Note: threads. The shares change only on the thread that runs the trial; a prefetch, on another thread, may ask for `blocks`
+meanwhile. There is no lock: `blocks` and `place` read a copy of the dictionary.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

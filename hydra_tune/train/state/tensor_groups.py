@@ -2,8 +2,9 @@
 
 `ModelState` (`model_state.py`) derives from `TensorGroups`, and adds the optimizer's steps. Units
 (`train/loop/batch_units.py`, `train/loop/training_batch.py`) take their blocks from here, checkpoints
-(`train/checkpoint/snapshot.py`) copy the tensors (`copy_out`), and fused groups (`fusion/group/stacked_state.py`) write
-them (`rewrite`).
+(`train/checkpoint/snapshot.py`) copy the tensors (`copy_out`), and fused groups (`fusion/group/stacked_state.py`) read
+them (`aliases`) and write them (`rewrite`). At a trial's end, and before a state of another layout, `Trial` (`train/trial.py`)
+and `OwnCodeTrial` (`train/own_code_trial.py`) take the tensors back (`hand_over`).
 
 Note: ownership, for captured steps. A parameter that other trials share is in no group. Any other parameter or buffer
 used by a single shard lies in the group of the shard. A parameter or buffer shared by several shards has a separate group,

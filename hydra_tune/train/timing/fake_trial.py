@@ -1,7 +1,7 @@
 """A trial's steps on tensors with sizes and no bytes: the same units, blocks and updates as in training, without numbers.
 
 `pool/dry_run/report.py` makes a `TrialRehearsal` of each task for a forecast, and `pool/dry_run/executor.py` runs the
-units.
+units, both on the forecast's one thread and inside one `RehearsalFakeMode` (`shard/fake/fake_world.py`).
 
 Note: the trial's own parts. Everything that decides the location of bytes is the trial's own: plan, groups, the store
 of values, the order of units, the optimizer's code, and the pager. So a rehearsal counts bytes with the code of a real

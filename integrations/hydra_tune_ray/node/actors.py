@@ -3,10 +3,12 @@
 A pool is an actor whose method `call` forwards to `hydra_tune_ray.node.node_pool.NodePool`. Processes that start a pool
 or talk to a pool therefore import no torch. `PoolDirectory` (`pool_directory.py`) calls `start_pool` for each node that
 lacks a pool. `TrialClient` (`client.py`) finds directory and pool when a trial begins, and `DirectoryConnection`
-(`heartbeat.py`) and `Pools` (`pools.py`) find the directory.
+(`heartbeat.py`) and `Pools` (`pools.py`) find the directory. `start_pools` (`pools.py`) makes the directory's actor, in
+the same `NAMESPACE`. `NodePool` (`node_pool.py`) takes the `NodePoolSpec` of its actor.
 
 Note: lifetimes. A pool's actor is detached, and Ray restarts the actor, so the actor itself has to notice that nobody needs
-the pool: `_watch` before the devices are open, the heartbeat afterwards.
+the pool: `_watch` before the devices are open, the heartbeat afterwards. `_watch` has a thread of its own, and calls run on
+the actor's event loop.
 """
 
 import threading

@@ -2,7 +2,11 @@
 
 A pool without a directory ends all of its trials, so a passing fault must not count as the end: an overloaded or
 suspended machine, a directory that Ray restarts elsewhere, a cluster that once answers late or wrongly. `NodePool`
-(`node_pool.py`) calls `tell` for each report, and ends when `tell` raises a `PoolError`.
+(`node_pool.py`) calls `tell` for each report, and ends when `tell` raises a `PoolError`. The directory's answer names the
+trials that should move to other pools.
+
+Note: threads. One report is under way at a time, on the event loop of the pool's process. Only the lookup of the directory
+runs on another thread, because Ray may block there.
 """
 
 import asyncio
