@@ -213,8 +213,8 @@ class GroupCaptureCache:
             kept.course.give_up(_NO_ROOM)
             return kept.trace.run(operands, noise)
         buffers = [operands.state[shard.state.index(name)].detach() for name in shard.written_state]
-        # Recording executes the step several times. Written buffers are
-        # restored after each run, so the net effect is a single step.
+        # Recording executes the step twice, and its check replays the graph. Written buffers are
+        # restored after the recording and after the replay, so the net effect is a single step.
         buffers_before = [tensor.clone() for tensor in buffers]
         originals = [tensor.clone() for tensor in step_inputs]
         kept.given = [tensor.clone() for tensor in step_inputs]

@@ -3,10 +3,11 @@
 `compared` (`planned_group_size.py`) plans the steps of each size that `PlannedSizeSearch` names, as long as
 `PlanningBudget` allows.
 
-Note: order of the sizes. Where users insist on large groups, the largest size that has a plan is wanted. Memory grows with
-the size, so a size that has no plan rules out all larger sizes. As many trials as wait come first. A refused size names
-the memory that it lacks, and the next size is in proportion to that. Where the proportion misleads, the sizes in between
-are halved. Where the fastest partition is wanted, `PartitionSearch` (`planner/search/partitions.py`) names the sizes.
+Note: order of the sizes. Where users insist on large groups, the largest size that has a plan is wanted. Memory grows
+with the size, so a size that has no plan rules out all larger sizes. As many trials as wait come first, at most twice
+as many as a group may have. A refused size names the memory that it lacks, and the next size is in proportion to that.
+Where the proportion misleads, the sizes in between are halved. Where the fastest partition is wanted, `PartitionSearch`
+(`planner/search/partitions.py`) names the sizes.
 """
 
 import time

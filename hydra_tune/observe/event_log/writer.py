@@ -8,11 +8,11 @@ dispatcher (`pool/runtime/dispatcher.py`), pagers (`memory/pager.py`) and the di
 log. Jobs add their reports (`pool/runtime/job_state.py`), and `hydra-tune sweep` adds facts about the study
 (`cli/run/sweep_run.py`). `cli/display/log_file.py` and the settings check the path beforehand (`check_log_path`).
 
-Note: training goes first. No training thread waits for the log; only `close` does. Records are flat tuples of texts and
-numbers, because every nested object makes the garbage collector walk more often through all objects of a run. The
-buffer is bounded: records without room are counted as lost, and a line in the log says so. If the file cannot be
-written, on a full disk for example, the log is cut after its last whole line; one warning reports the end of the log,
-and training continues.
+Note: training goes first. No training thread waits for the log; only `close` does. Records of units, copies and other
+details are flat tuples of texts and numbers, because every nested object makes the garbage collector walk more often
+through all objects of a run; records of jobs and sweeps hold a dict of facts. The buffer is bounded: records without
+room are counted as lost, and a line in the log says so. If the file cannot be written, on a full disk for example, the
+log is cut after its last whole line; one warning reports the end of the log, and training continues.
 
 Note: the limit. Units and copies come by thousands a second. Once the file fills nine tenths of the limit, further
 details are dropped and counted by kind. Records of jobs, above all reports and ends, are written beyond the limit, up to
@@ -239,7 +239,7 @@ class EventLog:
             with self._lock:
                 self.dropped[record[0]] += 1
             return
-        # A racy read of the length: at worst a few records too many are kept, and no thread waits for a lock.
+        # A racy read of the length: at worst a few records too many are kept, and records with room take no lock.
         if len(buffer) >= self._room:
             with self._lock:
                 self.lost += 1

@@ -58,7 +58,7 @@ class CapturedOutputStream(io.TextIOBase):
             self._recent.append(line)
 
     def replay(self, stream: TextIO) -> None:
-        """Write the kept lines to their original destination, and from now on all further text."""
+        """Write the kept lines, also those of stdout, to `stream`, and from now on all further text."""
         with self._lock:
             self._is_replayed, self._destination = True, stream
             lines = [*self._kept, *([self._open] if self._open else [])]

@@ -1,4 +1,4 @@
-"""Finds how far the random operators of a captured graph move the generator.
+"""Finds the random operators of a captured graph that move the generator by the same distance at each run.
 
 Batches that run side by side draw from separate streams; each stream begins at the end of the previous batch's stream.
 The distance by which a batch moves the stream must therefore be known beforehand. Dropout moves the stream by the same
