@@ -1,14 +1,17 @@
-"""A trial's folder of checkpoints: two generations, each complete or absent, and verified when read.
+"""A trial's folder of checkpoints: the last one or two generations, each complete or absent, and verified when read.
 
-`TrialCheckpointer` (`pool/checkpointing/writer.py`) opens the folder when a trial is prepared and writes at each save.
-A pool that resumes or retries a trial (`pool/checkpointing/writer.py`, `pool/faults/retry.py`), `HydraExecutor`
-(`executor.py`), `find_checkpoint` (`pool/checkpointing/lookup.py`) and `train/checkpoint/weights.py` call `load_checkpoint`.
+`TrialCheckpointer` (`pool/checkpointing/writer.py`) opens the folder when a trial is prepared, writes at each save, and
+keeps one generation of a completed or pruned trial. `HydraExecutor` (`executor.py`) and the pools of Ray
+(`integrations/hydra_tune_ray/node/pool_runtime.py`) write a copy of a job's state. `pool/checkpointing/lookup.py` removes
+folders, and `isolation/child.py` and `isolation/parent.py` ask for `generations`. A pool that resumes or retries a trial
+(`pool/checkpointing/writer.py`, `pool/faults/retry.py`), `HydraExecutor` (`executor.py`), `find_checkpoint`
+(`pool/checkpointing/lookup.py`) and `train/checkpoint/weights.py` call `load_checkpoint`.
 
 Note: generations. A generation is three files: `00000007.safetensors`, `00000007.json`, and `00000007.manifest`. The
 manifest has the sizes and SHA-256 of the contents of the other two files, and is written last. Without a manifest a
-generation does not exist; the next process that opens the folder removes the other files of a killed process. An old
-generation is removed only once the new generation is complete, so a last generation that turns out to be damaged has a
-predecessor.
+generation does not exist; the next opener of the folder removes the other files of a killed process. `write` removes an
+old generation only once the new generation is complete, so a last generation that turns out to be damaged has a
+predecessor while the trial runs. The module must not know models, the pool or a tuner, and must pickle nothing.
 """
 
 import contextlib
@@ -41,7 +44,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class CheckpointFolder(LockedFolder):
-    """The folder of one trial; no one else writes to the folder while it is open.
+    """The folder of one trial; a lock keeps other openers out while the folder is open.
 
     Args:
         path: path of the folder; created if missing.
@@ -67,7 +70,7 @@ class CheckpointFolder(LockedFolder):
             raise
 
     def write(self, saved: CheckpointContent) -> Path:
-        """Add a generation, and remove the generation before the last.
+        """Add a generation, and then remove all but the last two.
 
         Args:
             saved: checkpoint to write; its tensors must not change meanwhile.
@@ -175,7 +178,7 @@ def load_checkpoint(path: Path) -> CheckpointContent:
         path: a trial's folder, or the manifest of one generation.
 
     Returns:
-        The saved state. If the last generation is damaged, the generation before, with a warning.
+        The saved state. If the last generation of a folder is damaged, the generation before, with a warning.
 
     Raises:
         CheckpointError: there is no checkpoint, or no complete checkpoint.

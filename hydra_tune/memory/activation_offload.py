@@ -1,11 +1,12 @@
 """Keeps tensors saved by autograd on the host until the backward pass reads them.
 
 Units that run the user's own code cannot be cut or recomputed, so their activations are spilled instead: `Lease`
-(`lease.py`) spills in such a unit if the unit's plan says so, and `train/loop/direct.py` spills once a step finds no more
-room (`LazySavedTensorSpiller`). `train/own_loop/unit_memory.py` only counts saved tensors with a `LazySavedTensorSpiller`,
-and never spills. `SavedTensorSpiller` registers saved-tensor hooks, copies large saved tensors to the host in `pack`, and
-loads the copies back in `unpack`. `shard/cost/eager_pilot.py` measures and checks a spiller in real runs of copies of the
-model, and `shard/execute/saved_activations.py` uses the version counters. The module must not know models or steps.
+(`lease.py`) spills in such a unit if the unit's plan says so. `train/loop/direct.py` spills once a step finds no more
+room, or in every step of a model that can be cut no finer (`LazySavedTensorSpiller`). `train/own_loop/unit_memory.py`
+only counts saved tensors with a `LazySavedTensorSpiller`, and never spills. `SavedTensorSpiller` registers saved-tensor
+hooks, copies large saved tensors to the host in `pack`, and loads the copies back in `unpack`.
+`shard/cost/eager_pilot.py` measures and checks a spiller in real runs of copies of the model, and
+`shard/execute/saved_activations.py` uses the version counters. The module must not know models or steps.
 
 Each unit, or each step of the user's own, has a spiller of its own, without a lock. `HostMemoryQuota`
 (`train/state/host_quota.py`) reserves the host memory that the pilot has measured (`spilled_bytes`), and `Lease.count` adds
@@ -84,7 +85,7 @@ class PackedSavedTensor:
 
 
 class SavedTensorSpiller:
-    """Sends tensors saved by autograd to the host.
+    """Sends large tensors saved by autograd to the host.
 
     Args:
         device: device of the unit.
@@ -184,13 +185,13 @@ class SavedTensorSpiller:
 
 
 class LazySavedTensorSpiller(SavedTensorSpiller):
-    """Keeps saved tensors in place until room is needed; then all saved tensors, present and future, go to the host.
+    """Keeps saved tensors in place until room is needed; then all large saved tensors, present and future, go to the host.
 
     Gradients of `torch.func` refuse hooks and run as without hooks: their saved tensors stay in place.
 
     Args:
         device, stays: as of `SavedTensorSpiller`.
-        kept: receives each tensor that is to stay in place; may send all of the tensors to the host (`shed`).
+        kept: receives each large tensor that is to stay in place; may send all such tensors to the host (`shed`).
 
     Attributes:
         is_shedding: whether the tensors have been sent to the host.
@@ -223,7 +224,7 @@ class LazySavedTensorSpiller(SavedTensorSpiller):
         return self.is_shedding
 
     def shed(self) -> None:
-        """Send all kept tensors, and all tensors saved from now on, to the host."""
+        """Send all kept tensors, and all large tensors saved from now on, to the host."""
         if self.is_shedding:
             return
         self.is_shedding = True

@@ -7,8 +7,8 @@ this module refuse the rest. People import `task_from_lightning` and `save_check
 `hydra_tune_lightning`.
 
 Note: order and streams. A trial's module is built, prepared and set up in Lightning's order, from the position of the
-random streams that Lightning would have; a draw more or less changes every number. `_ModuleFactory` runs in threads of the
-pool, and must leave the objects of other trials alone.
+random streams that Lightning would have; a draw more or less changes every number. `_ModuleFactory` runs in threads of
+the pool, and must leave the objects of other trials alone. The package must not know shards or devices.
 """
 
 import copy
@@ -71,7 +71,7 @@ def task_from_lightning(
     `train_loss` there, `train_loss` is the mean of the losses.
 
     Args:
-        make_module: builds the module; called once here, and once more for each trial, in a thread of the pool.
+        make_module: builds the module; called once here, and again whenever a trial is built, in a thread of the pool.
         datamodule: as for `fit`; `prepare_data` and `setup("fit")` are called once, here.
         train_dataloaders: as for `fit`; one `DataLoader`.
         val_dataloaders: as for `fit`; one `DataLoader`.

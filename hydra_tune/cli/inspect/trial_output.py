@@ -1,6 +1,8 @@
 """Prints the trials of one run: a table, CSV, or one trial with all digits (`hydra-tune show` and `hydra-tune best`).
 
-`cli/commands/show.py`, `cli/commands/best.py` and `cli/run/export.py` call the functions once the run is found.
+`cli/commands/show.py` (`print_trials`, `write_csv`), `cli/commands/best.py` (`chosen_trial`, `trial_text`) and
+`cli/run/export.py` (all but `print_trials`) call the functions once the run is found. The module must not import torch,
+train anything or import a tuner. Where several trials are best, the module must not choose one of the trials.
 """
 
 import csv
@@ -19,7 +21,7 @@ from hydra_tune.observe.live.snapshot import TrialView
 
 
 def print_trials(console: Console, run: SweepRunRecord, top: int) -> None:
-    """Print a table of the best trials: value, parameters and metrics.
+    """Print a table of the best trials: value, unless there are several objectives, state, parameters and metrics.
 
     Args:
         console: output console.
@@ -51,7 +53,9 @@ def print_trials(console: Console, run: SweepRunRecord, top: int) -> None:
 
 
 def write_csv(file: TextIO, run: SweepRunRecord, top: int | None) -> None:
-    """Write a line for each trial, the best first, with a column for each parameter and each metric.
+    """Write a line for each of the first `top` trials, the best first, with a column for each parameter and each metric.
+
+    The tuner's metric has a column of its own in front of both.
 
     Args:
         file: text file.

@@ -1,10 +1,11 @@
 """Pydantic models of a sweep file: the keys, and the allowed values of each.
 
-The models follow the file of Weights & Biases sweeps where both mean the same, plus one block `hydra:` for this
-package. The module knows no positions and no tuner: `reader.py` validates the data of a file by the models, and
-converts pydantic's errors to `file:line:column`, and the models to a `SweepSpec`; `overrides.py` validates the values
-of `--set`. The field names here and `FORMER_NAMES` are all allowed keys; "did you mean" reads the names from the
-models. A key of `hydra:` for the executor must also be in the list `_ENGINE` of `reader.py`, or its value is dropped.
+The models follow the file of Weights & Biases sweeps where both mean the same, plus one block `hydra:` for this package.
+The module knows no positions and no tuner: `reader.py` validates the data of a file by the models, and converts
+pydantic's errors to `file:line:column`, and the models to a `SweepSpec`; `overrides.py` validates the values of `--set`.
+The field names here and `FORMER_NAMES` are all allowed keys; "did you mean" reads the names from the models. A key of
+`hydra:` for the executor must also be in the list `_ENGINE` of `reader.py`, or its value is dropped. The module must not
+import torch.
 """
 
 import math
@@ -218,7 +219,7 @@ def _or(former: str) -> Any:
 
 
 class HydraSection(SweepFileSection):
-    """Options of the sweep's pool and of its storage."""
+    """Options of the sweep's pool, its storage, its checkpoints and the weights that are kept."""
 
     devices: Annotated[str, Field(min_length=1)] | None = None
     device_memory: Bytes | None = None

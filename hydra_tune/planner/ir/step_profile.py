@@ -1,8 +1,10 @@
 """The planner's model of a sub-array: operators and storages, with times and sizes (Tables A and B of the paper).
 
-`planner/profile/profiler.py` builds a `SubArrayProfile` from a step's graph, and tests build profiles by hand. The
-passes (`planner/passes/candidates.py`) and `lowering.py` read the profile whenever a step is planned. The module must
-not import torch. A profile is never changed: `dataclasses.replace` makes another profile, with empty caches.
+`planner/profile/profiler.py` builds a `SubArrayProfile` from a step's graph, and tests build profiles by hand.
+`planner/profile/allocator_rounding.py` and `planner/search/autotune.py` make profiles with other sizes or times. The
+passes (`planner/passes/candidates.py`), the search (`planner/search/portfolio.py`), `lineage.py`, `plan_state.py` and
+`lowering.py` read the profile whenever a step is planned. The module must not import torch. No field of a profile is ever
+changed: `dataclasses.replace` makes another profile, with empty caches.
 """
 
 from collections.abc import Iterable, Mapping
@@ -48,7 +50,7 @@ class FeatureMap:
         first_backward: rank of the map's first user in the backward.
         last_backward: rank of the map's last user in the backward.
         inactive_seconds: between `last_forward` and `first_backward`, when the backward directly follows the forward.
-        out_seconds: of a copy to the host.
+        out_seconds: of a copy to the host; infinite for a map that is never swapped.
         in_seconds: of a copy back.
     """
 
@@ -163,17 +165,17 @@ class SubArrayProfile:
 
     @cached_property
     def forward_ends(self) -> Mapping[int, tuple[str, ...]]:
-        """Storages that only the forward uses, by the rank of their last user."""
+        """Storages that the forward makes, without feature maps and results, by the rank of their last user."""
         return _ends(self.forward, self.forward_uses, self.maps.keys() | self.results)
 
     @cached_property
     def backward_ends(self) -> Mapping[int, tuple[str, ...]]:
-        """Storages that only the backward uses, by the rank of their last user."""
+        """Storages that the backward makes, without results, by the rank of their last user."""
         return _ends(self.backward, self.backward_uses, self.results)
 
     @cached_property
     def all_backward_ends(self) -> Mapping[int, tuple[str, ...]]:
-        """Storages whose last user is each backward operator, feature maps behind the others."""
+        """Storages of `backward_ends` and all feature maps, by the rank of their last user; the maps come last at a rank."""
         ends: dict[int, list[str]] = {rank: list(names) for rank, names in self.backward_ends.items()}
         for name, feature_map in self.maps.items():
             ends.setdefault(feature_map.last_backward, []).append(name)

@@ -2,7 +2,8 @@
 
 A GPU's allocator gives 512 bytes for a single number, and steps of several trials have hundreds of small storages. On a
 CPU only the ledgers hold budgets, and the ledgers count bytes, so the unit is a single byte there. `StepPlanner`
-(`fusion/runtime/step_planner.py`) rounds every profile of a group's step here before making a plan.
+(`fusion/runtime/step_planner.py`) rounds every profile of a group's step here before making a plan (`allocated`), and
+joins the profiles of several kinds of devices into one (`on_all`). The module must not know plans.
 """
 
 from collections.abc import Mapping, Sequence

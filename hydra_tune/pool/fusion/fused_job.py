@@ -1,8 +1,9 @@
 """A job of a `FusedPool`, with its carrier, its trial, and its slot in a fused group.
 
-`FusedPool.submit` (`fused_pool.py`) makes a `FusedJob` for each task; the other modules here keep the state of the
-job's fusion in the `FusedJob` until the job is over. `GroupJobLauncher` (`group_jobs.py`) gives each carrier a
-`GroupJobEventStream`.
+`FusedPool.submit` (`fused_pool.py`) makes a `FusedJob` for each task; the other modules here keep the state of the job's
+fusion in the `FusedJob` until the job is over. `GroupJobLauncher` (`group_jobs.py`) gives each carrier a
+`GroupJobEventStream`, which passes the carrier's events to `GroupEndHandler` (`group_completion.py`). The module must not
+know how a group computes.
 
 Note: the flags change under the pool's lock; a trial is built and compared without the lock. An event may arrive under
 the pool's lock, so a listener passes calls into the pool to another thread.

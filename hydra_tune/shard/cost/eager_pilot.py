@@ -1,8 +1,9 @@
 """The pilot of a step that cannot be captured: real runs of copies of the model, on the host.
 
-Code that depends on values cannot run on fake tensors. The pilot therefore runs the step in the way of its unit,
-keeping or spilling its activations, while a tracker follows the storages made by the step. `whole_plan`
-(`shard/execute/eager_plan.py`) calls `EagerPilot` while making the plan of such a step.
+Code that depends on values cannot run on fake tensors. The pilot therefore runs the step in the way of its unit, keeping
+or spilling its activations, while a tracker follows the storages made by the step. Before a run that spills, another run,
+without a tracker, checks each host copy. `whole_plan` (`shard/execute/eager_plan.py`) calls `EagerPilot` while making the
+plan of such a step. The pilot runs copies of the trial's model alone. The package must not know the pager.
 
 Note: the runs are runs of the user's own code. `PlanLibrary` (`shard/partition/plan_cache.py`) holds the gate alone
 meanwhile, and puts back what the code has changed in Python; the pilot itself restores the random streams.
@@ -136,7 +137,7 @@ class EagerPilot:
 
 
 class _SavedTensorVerifier(SavedTensorSpiller):
-    """Keeps each packed tensor next to its copy, and compares the two when the backward reads the tensor."""
+    """Keeps each packed tensor, and compares a tensor that was copied with its copy when the backward reads the tensor."""
 
     def __init__(self, device: Device, stays: Callable[[Tensor], bool]) -> None:
         super().__init__(device, stays)

@@ -3,6 +3,10 @@
 People import `load_module` from `hydra_tune`, and the integrations call `load_module` for their own
 (`integrations/hydra_tune_optuna/weights.py`, `integrations/hydra_tune_ray/weights.py`). `isolation/sending.py` sends a
 trained module that cannot be pickled by `weights_of`, and calls `with_weights` when the weights arrive.
+
+The module must not write files. A model is built with the streams of the task's seed, so the process's own random
+generators stay unchanged. Each function that builds a model holds the capture gate shared meanwhile, because the task's
+own code runs.
 """
 
 from collections.abc import Mapping
