@@ -2,7 +2,8 @@
 
 `SingleTrial` (`train/single_trial.py`) counts the draws of the first batch of a plan, where batches of a step may run
 together; `RandomStreams.skip` (`train/rng/rng_streams.py`) then advances the stream past a batch that is drawn ahead. The
-generators of `cpu.py` and `cuda.py` derive from the two classes.
+generators of `cpu.py` and `cuda.py` derive from the two classes. The module must not know blocks, models or trials, and
+leaves the states that come in unchanged.
 
 Note: bits. A wrong count would move all later draws of a trial, so `draws_between` returns None where in doubt.
 """

@@ -2,8 +2,9 @@
 
 The module joins the three parts of reading: YAML with positions, the models of the keys, and the plain spec. Reading
 creates nothing and runs no user code. The commands `sweep`, `plan` and `check` (in `cli/commands/`) call
-`read_sweep_file` on the given file, before torch is imported. `cli/inspect/run_scan.py` reads every YAML file of a
-folder, and passes over those that are no sweep files.
+`read_sweep_file` on the given file, before torch is imported. `cli/inspect/run_scan.py` reads a sweep file that names a
+run, and every YAML file of a folder, and passes over files of the folder that are no sweep files. The module must not
+know tuners or import torch.
 """
 
 import keyword
@@ -54,7 +55,8 @@ def read_sweep_file(path: Path) -> SweepSpec:
         The described sweep.
 
     Raises:
-        SweepFileError: the file cannot be used; one line `file:line:column: what` for each problem, in file order.
+        SweepFileError: the file cannot be read; or the file has problems, with one line `file:line:column: what` for
+            each problem, in file order.
     """
     file_name = str(path)
     marked = _read(path)
@@ -263,5 +265,5 @@ def _domains(model: sweep_model.SweepFileDocument) -> Mapping[str, Domain] | Non
 
 
 def _place(path: tuple[Any, ...], marked: YamlDocument) -> YamlPosition:
-    """Place for messages: the name of a parameter, the value of any other key."""
+    """Place for messages: at and below `parameters` the key, elsewhere the value of the key."""
     return marked.mark(path) if path[0] == "parameters" else marked.value_mark(path)

@@ -2,8 +2,9 @@
 
 A view of a tensor that lies in another order is a copy. Stacked members lie otherwise than a member alone: behind a
 convolution the channels of all members are innermost. So `flatten(h).relu_()` changes `h` in a member's own run, and a
-copy of `h` in a group. `StackedGraph` (`batched_graph.py`) makes the search when a graph is stacked, and refuses a
-graph with such a write.
+copy of `h` in a group. `StackedGraph` (`batched_graph.py`) makes the search when a graph is stacked, refuses a graph with
+such a write, and asks `overwritten` which views must be open to writes. The module must not know trials, groups or pools,
+and runs no operator.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,8 @@ class MemoryWrites:
         outputs: the graph's results.
 
     Attributes:
-        hidden: the first node whose write a later node sees or not, depending on the layout; None if there is none.
+        hidden: the first node whose write a later node or a result sees or not, depending on the layout; None if there is
+            none.
         overwritten: nodes whose memory another node overwrites, or may overwrite.
     """
 

@@ -1,8 +1,13 @@
 """`GroupPlanFactory`: make, compare, stack and trace the plans of groups.
 
-A member's plan for a kind of batch is stacked and traced once for all groups of the same size in a pool. `GroupMatcher`
-(`pool/fusion/group_matcher.py`) compares trials through the pool's factory before a group is formed, and
-`GroupPlanCache` (`group_plan_cache.py`) asks the factory for plans when a group meets a new kind of batch.
+A member's plan for a kind of batch is stacked and traced once for all groups of the same size in a pool, as long as the
+factory keeps the plan. `GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes the pool's factory. `GroupMatcher`
+(`pool/fusion/group_matcher.py`) compares trials through the pool's factory before a group is formed. `GroupTrial`
+(`fusion/group/group_trial.py`) stacks plans for a group's size, and its `GroupPlanCache` (`group_plan_cache.py`) asks the
+factory for plans when a group meets a new kind of batch. The choosers of a group's size
+(`fusion/matching/group_size_chooser.py`, `fusion/runtime/planned_group_size.py`) ask for plans to time or to plan.
+`TaskProfileCache` (`fusion/runtime/task_profiles.py`) and `FusionForecaster` (`pool/dry_run/fusion_report.py`) make
+factories of their own. The module must not decide which trials are in a group.
 
 Note: threads. Any thread may call. A capture runs the member's own code on the calling thread, with the member's streams.
 A trace takes the capture gate alone, so no caller may hold the gate shared. Stacked plans are shared by all groups of a
@@ -105,7 +110,7 @@ class GroupPlanFactory:
     def of_members(
         self, members: Sequence[MemberTrial], wanted: MemberBatchRequest, like: TrialStateLayout | None = None
     ) -> tuple[PreparedPlan, MemberDifferences]:
-        """Return the first member's plan, with the differences of the others: dropout probabilities and losses.
+        """Return the first member's plan, with the differences of the others: dropout probabilities, losses and numbers.
 
         Args:
             members: built members of a group, or candidates; only read.
@@ -240,7 +245,9 @@ class GroupPlanFactory:
         may_compile: bool = True,
         place: torch.device | None = None,
     ) -> None:
-        """Trace a group's plan, unless there is a trace already, or a trace has failed before.
+        """Trace a group's plan with a single shard, unless there is a trace already, or a trace has failed before.
+
+        A trace that has failed for lack of memory may be tried again.
 
         Args:
             prepared: the group's plan.

@@ -3,9 +3,11 @@
 `MemberCoordinator` (`membership.py`) asks before each report, through `GroupTrial` (`group_trial.py`), which also notes
 each training step.
 
-Note: turns. A single member is compared for the reports of a step, another member the next time, within a hundredth of the
-group's time. A comparison copies the slot to the member's own module and optimizer. A difference concerns all members
-that share the plan, so each is compared at its own report from then on.
+Note: turns. A single member is compared for the reports of a step, another member the next time, within a hundredth of
+the group's time. The comparison must leave parameters and random streams unchanged. A comparison copies the slot to the
+member's own module and optimizer. A difference concerns all members that share the plan, so each is compared at its own
+report from then on, whatever the time. The thread that advances the group makes all calls, so there is no lock. The
+module must not plan for less memory.
 """
 
 import math

@@ -1,9 +1,12 @@
 """`GroupSlot`: a member in its slot, with requests and end; `GroupDelegate`: the interface to the owner of a group.
 
-`FusedJob` (`pool/fusion/fused_job.py`) makes a job's slot for a group; `MemberCoordinator` (`membership.py`) calls the
-delegate when a member ends, reports or leaves, and when a member may join. The delegate is `LiveGroup`
-(`pool/fusion/live_group.py`); for a group of a pair a `PairSide` (`fusion/runtime/pair_side.py`), which asks `LiveGroup`;
-where steps are timed, a `ClosedGroupDelegate`.
+`FusedJob` (`pool/fusion/fused_job.py`) makes a job's slot for a group, `FusionBenchmark`
+(`fusion/matching/group_timing.py`) makes slots to time groups, and `SlotTable` (`slot_table.py`) fills vacant slots.
+`MemberCoordinator` (`membership.py`) calls the delegate when a member ends, reports or leaves, and when a member may
+join. `GroupTrial` (`group_trial.py`) asks the delegate about the size, and has measured times passed to the delegate. The
+delegate is `LiveGroup` (`pool/fusion/live_group.py`); for a group of a pair a `PairSide` (`fusion/runtime/pair_side.py`),
+which asks `LiveGroup`; where steps are timed, a `ClosedGroupDelegate`. A slot has no lock: only `is_paused` and `stop`,
+and `is_answered` through the delegate, may be set on other threads than the thread that advances the group.
 """
 
 from collections.abc import Sequence
@@ -39,7 +42,7 @@ class GroupSlot:
             present state.
         stop: requested end, "pruned" or "cancelled"; None without a request; any thread may set the request at any
             time.
-        status: how the member ended; None while the member runs.
+        status: how the member ended; None while the member runs; "vacant" for a vacant slot.
         error: the reason of a failure.
         module, optimizer: set for a completed member, with its final weights and state.
     """

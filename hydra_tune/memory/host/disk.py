@@ -1,13 +1,15 @@
 """Blocks on disk: a flat file per block, read and written in large aligned pieces by a separate thread.
 
 `HostTier` (`host_tier.py`) writes a block here when host memory runs short, and reads the block back before the block's
-next use. `read` and `write` wait for the disk's thread, or run at once where the disk's thread itself calls; the
-caller holds the lock of the block.
+next use. The tier maps a block's file (`mapped`) when the tier frees a host copy whose bytes are still wanted.
+`ExecutorSettings` (`pool/runtime/settings.py`) makes the `SpillDisk` of a pool, and `Pool` (`pool/pool.py`) sets `log`.
+`read` and `write` wait for the disk's thread, or run at once where the disk's thread itself calls; the caller holds the
+lock of the block. The module must not copy to devices.
 
 Note: bypassing the page cache. A spilled block is read again only after the cache would long have evicted the pages;
 otherwise the cache would have taken the very memory that spilling was to free. Files are therefore opened with O_DIRECT
 if the file system supports O_DIRECT, and the pieces go through a single aligned buffer, as O_DIRECT requires. On other
-file systems, written pages are flushed and evicted (`posix_fadvise`) piece by piece.
+file systems, written pages are flushed, and the pages of both ways are evicted (`posix_fadvise`), piece by piece.
 """
 
 import contextlib

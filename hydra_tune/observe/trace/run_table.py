@@ -1,7 +1,7 @@
 """Prints a run's figures as tables.
 
-`hydra-tune trace` (`cli/commands/trace.py`) calls `print_run` once all files are written, unless the user gives
-`--json`.
+`hydra-tune trace` (`cli/commands/trace.py`) calls `print_run` once all files are written, unless the user gives `--json`.
+The module must not read a running pool: the figures come from a log.
 """
 
 from collections.abc import Iterator

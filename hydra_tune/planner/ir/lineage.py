@@ -1,7 +1,8 @@
 """Lineage of a feature map: the sources and forward operators that compute the map again (§A.4).
 
 `candidates_of` (`planner/passes/candidates.py`) computes the lineages before the first decision. The same file and
-`planner/passes/recompute_updates.py` ask `holds` before lineages are joined.
+`planner/passes/recompute_updates.py` ask `holds` before lineages are joined. The module must not change a profile, and
+must not know devices or clocks.
 
 The idea follows Capuchin and Spark's lineage. A random operator never runs again. Nor does an operator that overwrites
 storages which others see; running statistics are the exception, because a recomputation leaves them untouched. No map

@@ -10,6 +10,8 @@ for. Maps that take longest to compute for their bytes are kept first (torch's `
 
 Differs: a storage that only the forward uses is never kept in place of the maps made from the storage, because a plan
 keeps feature maps alone.
+
+The pass must not run a step, read a clock, or change the schedule that comes in.
 """
 
 from collections.abc import Collection

@@ -1,17 +1,18 @@
 """Copies between a device and the host beside the computation: a thread on a CPU, a stream per direction on a GPU.
 
-`runner.py` makes a `CopyEngine` when a planned step first runs on a device, and `interpreter.py` calls the engine at
-each copy and each wait of a merged graph. `planner/profile/copy_handoff_cost.py` times a `ThreadCopyEngine`.
+`runner.py` makes a `CopyEngine` when a planned step first runs on a device, and `interpreter.py` calls the engine at each
+copy and each wait of a merged graph. `step_timer.py` adds `waited_seconds` to a step's CPU time.
+`planner/profile/copy_handoff_cost.py` times a `ThreadCopyEngine`. The module must not decide what is copied.
 
 Note: threads. The thread that runs the graphs calls the engine. `ThreadCopyEngine` copies in a thread of its own, which
 `close` ends; errors of that thread are raised where the copy is waited for. Each storage has a single host buffer, so a
 storage must have come back before its next copy to the host begins.
 
-Note: stream order. Device memory is taken and given back in the order of the compute stream alone. So a copy to the
-host waits, by an event, for the computation queued before. The source's memory is given back behind the copy's end on
-the compute stream, not when the copy is queued. A copy to the device also waits for all earlier users of its target's
-memory. Readers of the returned bytes wait on the compute stream for the copy's end. The allocator then needs to know of
-no other stream, and the host waits for nothing.
+Note: stream order. Device memory is taken and given back in the order of the compute stream alone. So a copy to the host
+waits, by an event, for the computation queued before. The source's memory is given back behind the copy's end on the
+compute stream, not when the copy is queued. A copy to the device also waits for all earlier users of its target's memory.
+Readers of the returned bytes wait on the compute stream for the copy's end. The allocator then needs to know of no other
+stream, and the host waits for the streams only in `give_up` and `close`.
 """
 
 import queue
@@ -109,6 +110,8 @@ class _ThreadCopyHandle:
 class ThreadCopyEngine:
     """A single thread that copies in the order of the requests; host memory is allocated at the beginning.
 
+    Without a link, the calling thread makes the copies at once (`offload_at_once`, `prefetch_at_once`) itself.
+
     Args:
         sizes: bytes of each storage that will be offloaded.
         link: as of `copies_for`.
@@ -202,7 +205,7 @@ class CudaCopyEngine:
     """
 
     def __init__(self, device: torch.device, sizes: Mapping[str, int]) -> None:
-        self.waited_seconds = 0.0  # the host never waits
+        self.waited_seconds = 0.0  # the host waits for no single copy
         self._device = device
         self._host = {name: torch.empty(size, dtype=torch.uint8, pin_memory=True) for name, size in sizes.items()}
         self._out, self._in = _streams(device)

@@ -1,9 +1,11 @@
 """`PoolDeviceLender`: offers a job other idle devices and host memory, for running batches side by side.
 
 `JobPreparer` (`pool/runtime/preparer.py`) gives each trial a `JobDeviceLender`. A `SingleTrial` (`train/single_trial.py`)
-asks for devices before an optimizer step of several batches, once the random draws of the step's plan are known (`arrange`
-in `train/parallel/step_strategy.py`). With `parallel="none"` the trial asks for host memory alone. An offer reserves no
-device: the scheduler alone gives devices to units. `Pool` (`pool/pool.py`) reads `steps_by_way` for the statistics.
+asks for devices before an optimizer step of several batches, once the random draws of the step's plan are known
+(`arrange` in `train/parallel/step_strategy.py`). With `parallel="none"`, or where no batch may run on another device, the
+trial asks for host memory alone. An offer reserves no device: the scheduler alone gives devices to units. `Pool`
+(`pool/pool.py`) reads `steps_by_way` for the statistics. Each change is made under the pool's lock. The module must not
+choose units or advance a trial.
 """
 
 import threading

@@ -1,7 +1,8 @@
 """Utilization of the devices: over the last seconds during a sweep, and overall at the end of the sweep.
 
 `SweepProgressTracker` (`cli/display/board.py`) and `SweepMonitor` (`pool/views/live_snapshot.py`) compute a sweep's
-devices here for each snapshot. The statistics come from `Pool.stats` (`pool/pool.py`).
+devices here for each snapshot, under their own locks. The statistics come from `Pool.stats` (`pool/pool.py`). The module
+must not read a clock: the times are those of the statistics.
 """
 
 from collections import deque
@@ -13,15 +14,16 @@ _WINDOW_SECONDS = 5.0
 
 
 class UtilizationMeter:
-    """Remembers the statistics of the last seconds; not thread-safe."""
+    """Remembers the statistics of the last seconds; has no lock, so the caller must hold a lock."""
 
     def __init__(self) -> None:
         self._seen: deque[PoolStats] = deque()
 
     def lately(self, stats: PoolStats) -> tuple[DeviceView, ...]:
-        """Return the devices with the busy share of the last seconds."""
+        """Return the devices with the busy share of the last seconds; at the first call, of the whole run."""
         self._seen.append(stats)
-        # The oldest entry kept is the newest that is older than the window, so the span never falls below the window.
+        # Once an entry is as old as the window, the newest such entry is the oldest kept, so the span does not fall below the
+        # window again.
         while len(self._seen) > 1 and stats.elapsed_seconds - self._seen[1].elapsed_seconds >= _WINDOW_SECONDS:
             self._seen.popleft()
         return _views(stats, since=self._seen[0] if len(self._seen) > 1 else None)

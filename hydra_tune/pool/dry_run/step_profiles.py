@@ -1,7 +1,7 @@
 """Profiles of steps, as planned on a device of the pool; each kind and number of trials is profiled once.
 
-`fusion_report.py` profiles the step of a task once the task's plan is made, if `HydraExecutor.plan` is asked for a
-profile.
+`FusionForecaster` (`fusion_report.py`) profiles the step of a task once the task's plan is made, if `HydraExecutor.plan`
+(`executor.py`) is asked for a profile. The steps run for real, so the module must not touch a running job.
 """
 
 from collections.abc import Hashable

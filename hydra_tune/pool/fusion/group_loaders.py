@@ -1,7 +1,8 @@
 """Members of a `FusedPool` with stalled data loaders: `LoaderWatchdog` finds the members here, and gives them up.
 
 `LoaderWatchdog` (`pool/faults/loader_watchdog.py`) asks `MemberLoaders` for the drawing members at each look, several
-times a second; `FusedPool` (`fused_pool.py`) gives the watch a `MemberLoaders`.
+times a second; `FusedPool` (`fused_pool.py`) gives the watch a `MemberLoaders`. `MemberLoaders` looks jobs up under the
+pool's lock, and a clock's lock comes after the pool's. The module must not know how a group computes.
 
 Note: where members draw. A job in preparation draws its first batch on the preparer's thread, and is watched like any
 trial in preparation. A joiner draws on the `building` thread, which is replaced if the loader never returns. A member

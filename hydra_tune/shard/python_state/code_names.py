@@ -1,9 +1,11 @@
 """Names that a function's code can read or write, and whether code belongs to an installed package.
 
 `shard/capture/fingerprint.py` and `code_walk.py` follow the user's code from function to function by these names;
-`state_guard.py` and `train/state/model_state.py` ask for the names that a function mentions. Answers about a class are kept
-as long as the class, and others for the process, by code object or name of a package. So an answer must not depend on
-anything that changes. The code of a user is only read, never run.
+`state_guard.py` and `train/state/model_state.py` ask for the names that a function mentions. `reachable_values.py` asks
+for installed and for extension classes, and of the integrations `own_loss.py` (Transformers) asks for globals and
+`validation_end.py` (Lightning) for installed modules. The answers about a class are kept as long as the class. Most other
+answers are kept in caches of the process, by code object or by name of a package, so a kept answer must not depend on
+anything that changes. The code of a user is only read, never run. The module must not import captures, plans or trials.
 """
 
 import dis
@@ -125,14 +127,14 @@ def _is_extension_module(name: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def global_names(code: CodeType) -> tuple[str, ...]:
-    """Globals read or set by code; `co_names` would mix globals with attributes."""
+    """Globals read, set or deleted by code; `co_names` would mix globals with attributes."""
     direct = (i.argval for i in dis.get_instructions(code) if i.opname in _GLOBALS)
     return tuple(sorted(set(direct).union(*map(global_names, _nested(code)))))
 
 
 @functools.lru_cache(maxsize=4096)
 def mentioned_names(code: CodeType) -> frozenset[str]:
-    """All names in code, also those in strings, as `getattr` takes them: attributes that the code may read."""
+    """Globals, attributes and modules named in code, and its strings that may be names, as `getattr` takes them."""
     return frozenset(code.co_names).union(_words(code), *map(mentioned_names, _nested(code)))
 
 

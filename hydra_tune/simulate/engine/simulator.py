@@ -4,8 +4,8 @@ The simulator plays the pool: hands the same events to the same `Scheduler`, car
 of units and loads pass. Simulation and run share one state machine.
 
 People import `simulate` from `hydra_tune.simulate`, and `hydra-tune simulate` (`cli/commands/simulate.py`) calls
-`simulate` once a `Scenario` has been made of its options or of a profile. The module must not read a clock, import the
-pool, or choose a unit by itself.
+`simulate` once a `Scenario` has been made of its options or of a profile. `RepetitionSkipper` (`repeats.py`) moves the
+simulator on over repeated steps. The module must not read a clock, import the pool, or choose a unit by itself.
 
 Note: order. Events of one moment run in the order in which they were entered. A trial's step and position change before the
 scheduler is told, because the predictions and the places read both. Each duration is rounded to the grid (`grid.py`).
@@ -70,7 +70,8 @@ def simulate(
         policy: the deciding policy, by name or as an object.
         lookahead: decides what to prefetch; default the policy.
         timeline: number of the timeline's first bars to keep.
-        skip_repeats: skip exact repetitions instead of simulating them unit by unit. Changes no figure.
+        skip_repeats: skip exact repetitions instead of simulating them unit by unit. Changes no figure but
+            `units_skipped`.
 
     Returns:
         The figures.
@@ -82,7 +83,7 @@ def simulate(
 
 
 def _grid(scenario: Scenario) -> TimeGrid:
-    """Choose a grid for all of the scenario's times that keeps every step's length.
+    """Choose a grid for all of the scenario's times that keeps every step's length to within a thousandth.
 
     Raises:
         ConfigError: no such grid exists, because the scenario is so much longer than one of its steps.

@@ -1,9 +1,10 @@
 """A thread's own stream of Python's `random`, in place of the process-wide stream.
 
 The functions of `random` are methods of one hidden object, `random._inst`, which draws for every thread. This module
-gives the object a class whose methods look up the thread's own stream first: a thread with a stream of its own draws
-from and seeds that stream, and all other threads use the process's stream as before. `RandomStreams` (`rng_streams.py`)
-installs the class when a trial's streams are made, and gives each trial a `PythonStream`.
+gives the object a class whose methods look up the thread's own stream first: a thread with a stream of its own draws from
+and seeds that stream, and all other threads use the process's stream as before. `RandomStreams` (`rng_streams.py`)
+installs the class once for the process, when the first streams are made, and gives each trial a `PythonStream`.
+`own_numpy.py` makes its own replacements as `BoundFunction`s. The module must not know models.
 
 Note: replaced functions. Most functions draw through `self.random()` and `self.getrandbits()`, so changing the class is
 enough. Five functions (`_REPLACED`) are bound to methods in C, or call such methods directly. This module replaces the
