@@ -2,11 +2,12 @@
 
 `FusedJob` (`pool/fusion/fused_job.py`) makes a job's slot for a group, `FusionBenchmark`
 (`fusion/matching/group_timing.py`) makes slots to time groups, and `SlotTable` (`slot_table.py`) fills vacant slots.
-`MemberCoordinator` (`membership.py`) calls the delegate when a member ends, reports or leaves, and when a member may
-join. `GroupTrial` (`group_trial.py`) asks the delegate about the size, and has measured times passed to the delegate. The
-delegate is `LiveGroup` (`pool/fusion/live_group.py`); for a group of a pair a `PairSide` (`fusion/runtime/pair_side.py`),
-which asks `LiveGroup`; where steps are timed, a `ClosedGroupDelegate`. A slot has no lock: only `is_paused` and `stop`,
-and `is_answered` through the delegate, may be set on other threads than the thread that advances the group.
+`MemberCoordinator` (`membership.py`) calls the delegate when a member ends, waits with a report or leaves, and when a
+member may join. `GroupTrial` (`group_trial.py`) asks the delegate about the size, and has measured times passed to the
+delegate. The delegate is `LiveGroup` (`pool/fusion/live_group.py`); for a group of a pair a `PairSide`
+(`fusion/runtime/pair_side.py`), which asks `LiveGroup`; where steps are timed, a `ClosedGroupDelegate`. A slot has no
+lock: only `is_paused` and `stop`, and `is_answered` through the delegate, may be set on other threads than the thread
+that advances the group.
 """
 
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ class GroupDelegate(Protocol):
         """A member has ended."""
 
     def reported(self, seat: GroupSlot) -> None:
-        """A member has reported; the delegate sets `is_answered`, now or later, on any thread."""
+        """A member whose reports wait has reported; the delegate sets `is_answered`, now or later, on any thread."""
 
     def left(self, seat: GroupSlot) -> None:
         """A paused member has left with its state; the member may return to the same group or join another."""

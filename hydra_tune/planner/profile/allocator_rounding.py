@@ -16,7 +16,7 @@ from hydra_tune.planner.trace.step_graph import StepGraph
 def allocated(array: SubArrayProfile, step: StepGraph, rounding: int) -> SubArrayProfile:
     """Return a sub-array with storages as large as their allocations.
 
-    Parameters, buffers and optimizer state keep their sizes: several share an allocation, which is counted elsewhere.
+    Parameters, buffers and optimizer state keep their sizes: `StepPlanner` takes their rounding off the memory limit.
 
     Args:
         array: profiled; an operator's workspace includes the rounding of the storages that the operator makes.
