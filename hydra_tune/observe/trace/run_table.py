@@ -21,7 +21,7 @@ _WAYS = (("in", "bytes_in_by_kind"), ("out", "bytes_out_by_kind"), ("across", "b
 
 
 def print_run(console: Console, figures: RunFigures) -> None:
-    """Print the devices, the bytes by kind, and the totals.
+    """Print the devices, the bytes by kind, the totals, and a warning if the log is not whole.
 
     Args:
         console: output console.
