@@ -4,10 +4,11 @@ A member's plan for a kind of batch is stacked and traced once for all groups of
 factory keeps the plan. `GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes the pool's factory. `GroupMatcher`
 (`pool/fusion/group_matcher.py`) compares trials through the pool's factory before a group is formed. `GroupTrial`
 (`fusion/group/group_trial.py`) stacks plans for a group's size, and its `GroupPlanCache` (`group_plan_cache.py`) asks the
-factory for plans when a group meets a new kind of batch. The choosers of a group's size
-(`fusion/matching/group_size_chooser.py`, `fusion/runtime/planned_group_size.py`) ask for plans to time or to plan.
-`TaskProfileCache` (`fusion/runtime/task_profiles.py`) and `FusionForecaster` (`pool/dry_run/fusion_report.py`) make
-factories of their own. The module must not decide which trials are in a group.
+factory for plans when a group meets a new kind of batch. `PlannedSizeChooser` (`fusion/runtime/planned_group_size.py`)
+asks for plans of steps that are to be planned. `GroupSizeChooser` (`fusion/matching/group_size_chooser.py`) times groups
+on plans of a subclass, `UntracedPlanFactory`. `TaskProfileCache` (`fusion/runtime/task_profiles.py`) and
+`FusionForecaster` (`pool/dry_run/fusion_report.py`) make factories of their own. The module must not decide which trials
+are in a group.
 
 Note: threads. Any thread may call. A capture runs the member's own code on the calling thread, with the member's streams.
 A trace takes the capture gate alone, so no caller may hold the gate shared. Stacked plans are shared by all groups of a
