@@ -7,8 +7,11 @@ there, and any other block is meant itself.
 
 A copy is a block like any other, with two differences. A copy's bytes come from the shared file and never change, so
 the copy is always clean, and the file's own memory serves as the host copy. And the copy belongs to no trial: the copy
-goes with the last trial that has a handle on the tensor. A device runs one unit at a time, so one unit at most computes
-with a copy.
+goes with the last trial that has a handle that leads to the copy. A device runs one unit at a time, so one unit at most
+computes with a copy.
+
+Note: locks. `_LOCK` guards the table of copies and their `users`; a thread takes a handle's lock before `_LOCK`. The module
+must not know models.
 """
 
 import threading
@@ -85,7 +88,10 @@ class SharedBlockHandle(Block):
         return copy
 
     def leave(self) -> None:
-        """Give the share up; the copies that nobody else uses are freed. No unit of the trial may run."""
+        """Give the share up when the trial is over, and free the copies that no other trial uses.
+
+        No unit of the trial may run.
+        """
         with self.lock:
             copies, self._copies = self._copies or {}, None
         for pager, copy in copies.items():
