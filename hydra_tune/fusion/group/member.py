@@ -14,8 +14,8 @@ member's own: the member's scheduler goes on writing to the member's own optimiz
 
 Note: random numbers. A look at data or a capture must leave the member's streams and feed where they were (`peek`).
 
-Note: code of the user's. A build, and a look at data that runs the user's code, happen alone (`GATE.alone`), so that the
-changes found in Python are the member's own. The package must not plan for less memory.
+Note: code of the user's. `begin_to_build`, and `peek` where the data run the user's code, keep other trials out for a limited
+time (`GATE.alone`), so that the changes found in Python are the member's own. The module must not plan for less memory.
 """
 
 import math
@@ -275,7 +275,7 @@ class MemberTrial(SingleTrial):
 
         What the data count in Python is put back at the end of the context, because a step inside may read that state. Other
         trials may count in the same dictionary or in the environment, so data that run the user's code give their batches while
-        nobody else computes: the changes found are then this trial's own.
+        nobody else computes, for a limited time: the changes found are then this trial's own.
 
         Raises:
             UnfusableError: the data may come from an iterator, which would be advanced.

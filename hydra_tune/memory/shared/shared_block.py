@@ -65,10 +65,10 @@ class SharedBlockHandle(Block):
         self.owner = owner
         self.source = source
         self._may_lie_in_place = may_lie_in_place
-        self._copies: dict[PagerInterface, SharedBlockCopy] | None = {}  # None: the trial is over
+        self._copies: dict[PagerInterface, SharedBlockCopy] | None = {}  # None: the share is given up
 
     def at(self, pager: PagerInterface) -> Block:
-        """Return the copy on the pager's device, made if there is none; the handle itself once the trial is over."""
+        """Return the copy on the pager's device, made if there is none; the handle itself once the share is given up."""
         with self.lock:
             if self._copies is None:
                 return self
@@ -88,9 +88,9 @@ class SharedBlockHandle(Block):
         return copy
 
     def leave(self) -> None:
-        """Give the share up when the trial is over, and free the copies that no other trial uses.
+        """Give the share up, and free the copies that no other trial uses; no unit of the trial may run.
 
-        No unit of the trial may run.
+        A trial gives all shares up at its end, and earlier the shares in parameters that are shared no more.
         """
         with self.lock:
             copies, self._copies = self._copies or {}, None

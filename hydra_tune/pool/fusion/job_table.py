@@ -6,7 +6,7 @@ that forms, and `GroupEndHandler` (`group_completion.py`) removes jobs and group
 at its shutdown (`Pool.at_close`). The module must not know how a group computes.
 
 Note: the table uses the pool's lock. Calls into the pool in reaction to an event are made without the lock, on the
-`timer` thread. Only `FusedJobTable.over` ends a job, without the lock, because a close runs users' code.
+`timer` thread. Only `FusedJobTable.over` ends a job, and closes its trial without the lock, because a close runs users' code.
 """
 
 from collections.abc import Hashable
