@@ -46,7 +46,7 @@ class ShapesOnly(Dataset[Any]):
 def has_shapes_only(task: TrainTask) -> bool:
     """Whether some of a task's data is a placeholder."""
     handles = (task.train, task.validate)
-    # Placeholder data may be wrapped in a loader; a callable's data is unknown until it is called.
+    # Placeholder data may be wrapped in a loader; a callable's data is unknown until a call.
     data = [handle.dataset if isinstance(handle, DataLoader) else handle for handle in handles]
     return any(isinstance(handle_data, ShapesOnly) for handle_data in data)
 

@@ -118,7 +118,7 @@ class CpuDevice:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def on_host(self, function: Callable[[], T]) -> T:
-        """Run a function on the copy thread and wait for it."""
+        """Run a function on the copy thread and wait for the result."""
         return self._copies.run(function)
 
     def start_on_host(self, function: Callable[[], None]) -> Future[None]:
@@ -155,7 +155,7 @@ class CpuDevice:
         return self._ahead.start(pairs, lambda handed_pairs: self._take(source, handed_pairs, is_waited_for=False))
 
     def synchronize(self) -> None:
-        """Do nothing: CPU operators are complete when they return."""
+        """Do nothing: a CPU operator is complete when the operator returns."""
 
     def stopwatch(self) -> WallStopwatch:
         """Return a stopwatch on the host's clock."""

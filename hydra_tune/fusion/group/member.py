@@ -273,7 +273,7 @@ class MemberTrial(SingleTrial):
     def peek(self) -> Iterator[dict[str, MemberBatchRequest]]:
         """Context with the first training batch, and the first validation batch if any, without advancing the data.
 
-        What the data count in Python is put back at the end of the context, because a step inside may read that state. Other
+        The end of the context restores the counts that the data keep in Python, as a step inside may read the counts. Other
         trials may count in the same dictionary or in the environment, so data that run the user's code give their batches while
         nobody else computes, for a limited time: the changes found are then this trial's own.
 

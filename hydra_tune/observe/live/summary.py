@@ -171,7 +171,7 @@ def _totals(view: SweepView) -> list[str]:
     earlier_text = f", {earlier} of them earlier" if earlier else ""
     planned = view.units_run + view.units_saved
     units = (
-        [  # a sweep on Ray does not know them
+        [  # a sweep on Ray does not know its units
             f"units run: {view.units_run}",
             f"units saved by pruning: {view.units_saved} ({view.units_saved / planned:.0%} of what was planned)",
         ]

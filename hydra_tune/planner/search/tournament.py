@@ -81,7 +81,7 @@ class SpeedTournament(Generic[Key]):
         if not self._found:
             return {}
         # Shares of a turn's mean cancel the speed of the machine in that turn. Only remaining candidates have a step in
-        # every turn, so only they make up the means.
+        # every turn, so only remaining candidates make up the means.
         means = [statistics.fmean(turn[candidate] for candidate in self._in) for turn in self._found]
         usual = statistics.median(means)
         step_seconds: dict[Key, float] = {}

@@ -204,7 +204,7 @@ class PythonStateGuard:
             self.restore_caches()
 
     def restore_caches(self) -> None:
-        """Forget what functions with a cache have computed: it may depend on values put back, or stand in for tensors."""
+        """Forget results of functions with a cache: a result may depend on values put back, or stand in for tensors."""
         for cache in self._caches:
             cache.restore()
 

@@ -311,8 +311,8 @@ def run_plan(
         for index in reversed(range(count)):
             if plan.mode == "train" and plan.shards[index].has_backward:
                 backward[index] = timed(index, chain.backward)
-                # The last shard has no forward unit, so it draws and reads here. The other shards may run a second time
-                # from here on, from saved states.
+                # The last shard has no forward unit, so the last shard draws and reads here. The other shards may run
+                # a second time from here on, from saved states.
                 if index == count - 1:
                     final_state = stream.get_state()
                     reads = tuple(operators.reads)

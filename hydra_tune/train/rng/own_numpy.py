@@ -68,7 +68,7 @@ class NumpyStream:
         return cls(bits)
 
     def become_own(self) -> "Token[NumpyStream | None]":
-        """Make this thread draw from the stream until the caller resets the variable; new threads do not inherit it."""
+        """Make this thread draw from the stream until the caller resets the variable; new threads do not inherit the stream."""
         return _OWN.set(self)
 
     def state(self) -> State:

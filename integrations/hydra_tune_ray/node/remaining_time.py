@@ -49,7 +49,7 @@ class RemainingTimeEstimator:
         """Drop all trials except `keys`, and update the averages."""
         self._epochs = {key: epochs for key, epochs in self._epochs.items() if key in keys}
         self._seconds = {key: seconds for key, seconds in self._seconds.items() if key in keys}
-        # Without any trial the last averages stay: they are the best guess for the next.
+        # Without any trial the last averages stay, as the best guess for the next trial.
         if self._epochs:
             self._usual_epochs = sum(self._epochs.values()) / len(self._epochs)
         num_timed_epochs = sum(self._epochs[key] for key in self._seconds)
