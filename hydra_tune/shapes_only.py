@@ -3,7 +3,7 @@
 People import `ShapesOnly` from `hydra_tune` to plan a task without data; `HydraExecutor.submit` (`executor.py`) and
 `train_plain` (`train/loop/reference_loop.py`) refuse such a task before training, and `hydra-tune plan`
 (`cli/dry_run/planning.py`) asks `has_shapes_only`. Only a handle, or the dataset of a loader, is recognized: a placeholder
-inside another dataset, or made by a callable, is not.
+inside another dataset, or made by a callable, is not. The module must not know tuners.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ class ShapesOnly(Dataset[Any]):
     """Placeholder for missing data, so that a task can be planned before its data is available.
 
     `HydraExecutor.plan` and `profile` accept a task with placeholder data, because both depend only on shapes and on
-    the number of samples. `submit`, `run`, `train_plain` and `hydra-tune sweep` refuse the task.
+    the number of samples. `submit`, `run`, `train_plain` and `hydra-tune sweep` refuse the task with a `ConfigError`.
 
     Args:
         sample: one sample in the form of the real data; returned for every index.
@@ -46,7 +46,7 @@ class ShapesOnly(Dataset[Any]):
 def has_shapes_only(task: TrainTask) -> bool:
     """Whether some of a task's data is a placeholder."""
     handles = (task.train, task.validate)
-    # Placeholder data may be wrapped in a loader; a callable's data is unknown until it is called.
+    # Placeholder data may be wrapped in a loader; a callable's data is unknown until a call.
     data = [handle.dataset if isinstance(handle, DataLoader) else handle for handle in handles]
     return any(isinstance(handle_data, ShapesOnly) for handle_data in data)
 

@@ -2,7 +2,9 @@
 
 The fallback for optimizers without stacked arithmetic, such as a user's own optimizer class.
 `fusion/group/stacked_state.py` calls `group_optimizer`, which chooses between this class and `BatchedOptimizer`, when a
-group's members are stacked.
+group's members are stacked; `ModelState` (`train/state/model_state.py`) calls `step`, with gradients for the parameters of
+one update at a time. The module must not know groups, trials or plans, and a member's step must leave the other
+members' bits alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +21,9 @@ from hydra_tune.batched.batched_optimizer import BatchedOptimizer, StackedOptimi
 class PerMemberOptimizer(StackedOptimizer):
     """Steps the members in turn, by their own optimizers, including hooks.
 
-    During a member's step the member's own parameters are views of the stacked parameters, and get their own memory back
-    afterwards. The member's state is also stored as state of the stacked parameters, under prefixed names, so the group
-    holds and moves the state like that of any optimizer. The valid state is the stored state.
+    During a member's step the member's own parameters with gradients are views of the stacked parameters, and get their
+    own memory back afterwards. The member's state is also stored as state of the stacked parameters, under prefixed names,
+    so the group holds and moves the state like that of any optimizer. The valid state is the stored state.
     """
 
     def __init__(self, members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> None:
@@ -99,7 +101,7 @@ def _name(index: int, name: str) -> str:
 
 @contextmanager
 def _parts(index: int, present: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Make a member's own parameters views of the stacked parameters inside the context, with their gradients."""
+    """Make the given own parameters of a member views of the stacked parameters inside the context, with their gradients."""
     # Swap `.data` instead of the parameters: the optimizer and its hooks refer to the parameter objects themselves.
     own_data = [p.data for p, _ in present]
     for p, stacked in present:
@@ -119,6 +121,9 @@ def _parts(index: int, present: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Non
 
 
 def group_optimizer(members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> StackedOptimizer:
-    """Return the optimizer of a group: stacked where possible, otherwise member by member."""
+    """Return the optimizer of a group: stacked where the first member's optimizer can be, otherwise member by member.
+
+    The members' optimizers share `options_key`, so the first stands for all.
+    """
     kind = BatchedOptimizer if is_stackable(members[0]) else PerMemberOptimizer
     return kind(members, groups)

@@ -6,7 +6,8 @@ as well (`lock.py`). The module knows nothing of the notes' contents. `run_sweep
 of a sweep with a `checkpoint_dir` from before the pool opens until the pool has been shut down; the report and the
 timeline come later. The Optuna tuner notes the position of the sampler
 (`integrations/hydra_tune_optuna/search/resume_sweep.py`) and earlier failures (`integrations/hydra_tune_optuna/sweep.py`).
-`cli/dry_run/checking.py` asks whether a sweep is being run (`check_free`).
+`cli/dry_run/checking.py` asks whether a sweep is being run (`check_free`), and `cli/inspect/run_scan.py` finds sweeps by
+`sweep_path`. The module must not know models, the pool or a tuner.
 """
 
 import json
@@ -67,8 +68,8 @@ class SweepFolder(LockedFolder):
         identity: identity of the folder, unchanged by moves.
 
     Raises:
-        CheckpointError: another process has the folder, or the path is a link.
-        FileError: the folder cannot be created or read.
+        CheckpointError: another process has the folder, the path is a link, or `sweep.json` is damaged.
+        FileError: the folder cannot be created, locked, read or written.
     """
 
     def __init__(self, checkpoint_dir: Path, study: str) -> None:

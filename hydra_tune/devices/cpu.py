@@ -1,9 +1,10 @@
 """`CpuDevice`: a virtual accelerator on the CPU, with its own memory budget and with real copies.
 
-All code above the devices is the same as on a GPU, so the whole system runs, and is tested, without a GPU.
+Nearly all code above the devices is the same as on a GPU, so the whole system runs, and is tested, without a GPU; a few
+modules, such as `fusion/runtime/planned_executor.py`, ask for the simulated link of a `CpuDevice`.
 `devices/hardware/discovery.py` opens CPU devices when a pool starts; `train/timing/step_timing.py` and
 `shard/cost/eager_pilot.py` open further devices for the length of a measurement. `WeightlessDevice` (`weightless.py`) draws
-from the same `DefaultCpuGenerator`.
+from the same `DefaultCpuGenerator`. The module must not know blocks, models or trials.
 
 Note: links. A device with a limited link has a single link for all copies. A copy from another device occupies the
 source's outgoing link and the target's incoming link at the same time, for as long as the slower link needs. Every
@@ -117,11 +118,11 @@ class CpuDevice:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def on_host(self, function: Callable[[], T]) -> T:
-        """Run a function on the copy thread and wait for it."""
+        """Run a function on the copy thread and wait for the result."""
         return self._copies.run(function)
 
     def start_on_host(self, function: Callable[[], None]) -> Future[None]:
-        """Run a function on a thread of its own, with one intra-op thread."""
+        """Run a function on the device's thread for host computing, after all earlier functions, with one intra-op thread."""
         return self._beside.start(function)
 
     def load(self, pairs: Pairs) -> None:
@@ -141,7 +142,7 @@ class CpuDevice:
         return self._ahead.start(pairs, lambda handed_pairs: self._send(handed_pairs, is_waited_for=False))
 
     def reach(self, source: Device) -> DeviceCopyRoute:
-        """Return `LINK` for another CPU device: its memory is no nearer than the host's."""
+        """Return `LINK` for a CPU device, whose memory is no nearer than the host's, and `NONE` for other devices."""
         return DeviceCopyRoute.LINK if isinstance(source, CpuDevice) else DeviceCopyRoute.NONE
 
     def take_over(self, source: Device, pairs: Pairs) -> None:
@@ -154,7 +155,7 @@ class CpuDevice:
         return self._ahead.start(pairs, lambda handed_pairs: self._take(source, handed_pairs, is_waited_for=False))
 
     def synchronize(self) -> None:
-        """Do nothing: CPU operators are complete when they return."""
+        """Do nothing: a CPU operator is complete when the operator returns."""
 
     def stopwatch(self) -> WallStopwatch:
         """Return a stopwatch on the host's clock."""
@@ -168,7 +169,7 @@ class CpuDevice:
         return int(psutil.virtual_memory().available)
 
     def close(self) -> None:
-        """Stop the copy threads."""
+        """Stop the copy threads and the thread for host computing."""
         self._beside.close()
         self._ahead.close()
         self._copies.close()

@@ -2,7 +2,8 @@
 
 `Scheduler` (`machine.py`) asks the highest level for a job for each idle device; `NextJobPredictor` (`ahead.py`) keeps
 separate levels for predictions. `SchedulerState` (`state.py`) adds and removes the views of the scheduler's levels; a view
-leaves the level that it entered, so a change of level is a removal before the change and an addition after it.
+leaves the level that it entered, so a change of level is a removal before the change and an addition after the change. The
+module must not know torch, a clock or threads, and has no lock.
 """
 
 from bisect import bisect_left, insort
@@ -58,7 +59,7 @@ class PriorityLevels:
         priority_level.selection.remove(view)
 
     def choose(self, device: str) -> JobView:
-        """Ask the selection of the highest level."""
+        """Ask the selection of the highest level; there must be an eligible job."""
         return self._levels[self._rising[-1]].selection.choose(device)
 
     def bound_to(self, device: str) -> str | None:
@@ -67,7 +68,7 @@ class PriorityLevels:
         return selection.bound_to(device) if isinstance(selection, BindsEarly) else None
 
     def set_speed(self, device: str, speed: float) -> None:
-        """Pass a device's speed on to speed-aware selections; 0 means lost."""
+        """Pass a device's speed on to speed-aware selections, also those of later levels; 0 means lost."""
         self._speeds[device] = speed
         for level in self._levels.values():
             if isinstance(level.selection, SpeedAware):

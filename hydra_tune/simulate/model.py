@@ -1,8 +1,9 @@
 """The simulator's input: trials, devices and links, as plain numbers.
 
 People import these classes from `hydra_tune.simulate`; for `hydra-tune simulate`, `profile.py` or `workload.py` makes
-the trials and devices before the simulation begins. The classes refuse wrong input, and the engine relies on the refusals.
-The module must not know models, tensors or policies.
+the trials and devices before the simulation begins. The engine (`engine/simulator.py`, `engine/entities.py`,
+`engine/transfers.py`) plays a `Scenario`. The classes refuse wrong input, and the engine relies on the refusals. The module
+must not know models, tensors or policies, and must not import the pool, torch or numpy.
 """
 
 import math
@@ -19,7 +20,7 @@ MAX_PARTS = (
 )
 
 PROFILE_FORMAT = 1
-"""Format version of the files that `profile.py` reads and writes, as does `pool/dry_run/simulator_profile.py`."""
+"""Format version of the profiles that `profile.py` reads and makes, and `pool/dry_run/simulator_profile.py` makes."""
 
 
 def check_size(count: int, what: str) -> None:
@@ -55,7 +56,7 @@ class SimulatedTrial:
         boundary_bytes: bytes that move along when a trial's next unit runs on another device.
         priority: trials of a higher priority are admitted, and run, before all trials of a lower priority.
         burst_steps: steps that run as one unit, for a trial with its own code and one unit per step. A burst ends at a
-            report, or earlier at the scheduler's request.
+            report or the trial's end, or earlier at the scheduler's request.
     """
 
     name: str
@@ -105,7 +106,7 @@ class SimulatedTrial:
 
     @property
     def steps_run(self) -> int:
-        """Steps that the trial runs: fewer than planned if pruned."""
+        """Steps that the trial runs: the planned steps, or those up to the report after which the trial is pruned."""
         if self.stop_after_reports is None or self.report_steps is None:
             return self.steps
         return min(self.steps, self.stop_after_reports * self.report_steps)
@@ -264,7 +265,7 @@ class Scenario:
 
     @property
     def num_units(self) -> int:
-        """Number of units that will run."""
+        """Number of units in all steps that will run; repeats after an outage do not count, and a burst counts as its steps."""
         return sum(trial.steps_run * len(trial.step) for trial in self.trials)
 
     def longest_possible_seconds(self) -> float:
@@ -308,6 +309,9 @@ def training_step(forward_seconds: Sequence[float], backward_seconds: Sequence[f
 
     Returns:
         The units in order.
+
+    Raises:
+        ConfigError: the lists are empty, or differ in length.
     """
     if len(forward_seconds) != len(backward_seconds) or not backward_seconds:
         raise ConfigError(

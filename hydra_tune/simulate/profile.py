@@ -1,7 +1,9 @@
-"""Profiles: trials and devices of a simulation as JSON, written by hand or measured in a real run.
+"""Profiles: trials and devices of a simulation as JSON, written by hand, forecast or measured in a real run.
 
 `hydra-tune simulate PROFILE` (`cli/commands/simulate.py`) calls `read_profile` before the simulation, and people call
-`recorded_profile` after a recorded run. `pool/dry_run/simulator_profile.py` writes the same format from a forecast.
+`recorded_profile` after a recorded run; `benchmarks/replay.py` calls `parse_profile` and `recorded_profile`.
+`pool/dry_run/simulator_profile.py` makes the same format from a forecast. The module must not import the pool, torch or
+numpy.
 """
 
 import json
@@ -76,7 +78,8 @@ class _ProfileTrial(_ProfileEntry):
         """Return the group's trials, named `NAME-0`, `NAME-1` and so on where the group has several.
 
         Raises:
-            ConfigError: the profile has both shards and a step, or neither.
+            ConfigError: the profile has both shards and a step, or neither; a shard before the last has no forward seconds; or
+                as of `SimulatedTrial`.
         """
         if bool(self.shards) == bool(self.step):
             raise ConfigError(f"trial {self.name!r} needs either shards or step, with at least one entry")
@@ -206,9 +209,9 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
         recording: of a run that has ended.
 
     Returns:
-        The content of a profile, for `json.dump`. A trial arrives at the time when it was ready to run. Evaluation is
-        spread over the steps, the pool's overhead counts as part of the units, and loads are prefetched if the pool has
-        prefetched any.
+        The content of a profile, for `json.dump`. A trial arrives at the time when it was ready to run; the time
+        counts from the moment when the first trial was ready. Evaluation is spread over the steps, the pool's overhead
+        counts as part of the units, and loads are prefetched if the pool has finished any copy in the background.
 
     Raises:
         ConfigError: nothing ran, the run had not ended, or several devices worked for one job at once.
@@ -240,7 +243,7 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
 
 
 def _is_staggered(recording: Recording) -> bool:
-    """Whether the trials of a run were staggered, all or those submitted so."""
+    """Whether the trials of a run were staggered; under "auto", whether any trial was submitted as staggered."""
     if recording.admission != "auto":
         return recording.admission == "staggered"
     events = (event for decision in recording.decisions for event in decision.events)

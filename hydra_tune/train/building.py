@@ -2,7 +2,8 @@
 
 `Trial` (`trial.py`) calls the factories through this module when the trial is built, and `train_plain`
 (`train/loop/reference_loop.py`) does so before its first step. `SingleTrial` (`single_trial.py`) and `MemberTrial`
-(`fusion/group/member.py`) prepare a built module for planning. The module knows nothing of a pool's devices.
+(`fusion/group/member.py`) prepare a built module for planning; `LoopTrial` (`own_loop/loop_trial.py`) calls `on_host`. The
+module must not know the pool, the scheduler or a pool's devices.
 """
 
 import functools
@@ -35,7 +36,7 @@ def build_model(task: TrainTask) -> nn.Module:
 
 
 def on_host(module: nn.Module) -> nn.Module:
-    """Return a module that its factory may have moved to a GPU (`Net().cuda()`), with its tensors on the host."""
+    """Return a module, with its parameters and buffers on the host; its factory may have moved the module to a GPU."""
     has_left = any(tensor.is_cuda for tensor in (*module.parameters(), *module.buffers()))
     return module.cpu() if has_left else module
 
@@ -54,7 +55,7 @@ def build_optimizer(task: TrainTask, groups: Any) -> torch.optim.Optimizer:
     try:
         optimizer = task.optimizer(groups)
     except AttributeError as error:
-        # Only an attribute of the groups themselves shows this mistake; other errors belong to the factory.
+        # Only a module's method, asked of the groups themselves, shows this mistake; other errors belong to the factory.
         if error.obj is not groups or error.name not in _OF_MODULES:
             raise
         made_by = "list(module.parameters())" if task.param_groups is None else "what param_groups= returns"
@@ -78,7 +79,7 @@ def warn_of_unclipped(task: TrainTask, module: nn.Module, optimizer: torch.optim
             return
 
 
-# Once for each name, and not in each trial of a search.
+# Once for each name in a process, and not in each trial of a search.
 @functools.cache
 def _warn_of_unclipped(name: str) -> None:
     _LOGGER.warning(

@@ -1,10 +1,11 @@
 """The loaders of a training: from arguments, a datamodule or the module itself.
 
 The pool draws from copies of a `DataLoader`, so the loader itself is the task's data. Only if a step reads `batch_idx`, a
-`NumberedLoader` gives each batch with a number. A loader with a generator becomes a `LimitedLoader`. `task.py` asks for the
-loaders.
+`NumberedLoader` gives each batch with a number. Otherwise a loader with a generator becomes a `LimitedLoader`. `task.py`
+asks for the loaders.
 
-Note: the user's loader must stay unchanged: the classes here are given to a shallow copy.
+Note: the user's loader must stay unchanged: the classes here are given to a shallow copy. The module must not know shards or
+devices.
 """
 
 import copy
@@ -54,10 +55,11 @@ def loader_from(source: Any, name: str, *, is_numbered: bool) -> DataLoader[Any]
         is_numbered: whether the step reads the number of the batch.
 
     Returns:
-        The loader; None for no data.
+        The user's loader, or a shallow copy of another class; None for no data.
 
     Raises:
-        RefusedModuleError: the data has another form than a `DataLoader` with a length.
+        RefusedModuleError: the data has another form than a `DataLoader` with a length, `name` draws random numbers, a sampler
+            has `set_epoch`, or a subclass of `DataLoader` would need another class.
     """
     if source is None:
         return None

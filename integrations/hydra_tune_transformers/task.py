@@ -1,14 +1,16 @@
 """`task_from_trainer`: a stock `Trainer` of the transformers library as a `TrainTask`.
 
-The `Trainer` is made once, read, and given up; the task keeps its settings, its data and the factories. Read
-`task_of` first, for the place of each part: `data.py` for the batches, `loss.py` for a step, `optimizer.py`,
-`evaluation.py`. `refusals.py` has most of the refusals; `task_of`, `data.py` and `optimizer.py` refuse the rest. People
-import `task_from_trainer` and `trainer_from_result`, the way back, from `hydra_tune_transformers`; `search.py` calls
-`task_of` for each trial of a search.
+`task_from_trainer` makes a `Trainer`, reads the `Trainer`, and gives the `Trainer` up; the task keeps its settings, its data
+and the factories. Without a `model_init`, each trial makes another `Trainer` for its model. Read `task_of` first,
+for the place of each part: `data.py` for the batches, `loss.py` for a step, `optimizer.py`, `evaluation.py`. `refusals.py`
+has most of the refusals; this module, `data.py` and `optimizer.py` refuse the rest. People import `task_from_trainer` and
+`trainer_from_result`, the way back, from `hydra_tune_transformers`; `search.py` calls `task_of` for each
+trial of a search, within `own_random_state`.
 
-Note: streams. A `Trainer` seeds the process's random streams, so a `Trainer` of the user's is made within
-`own_random_state`, or in a trial's own streams on a thread of the pool. Each trial has a model of its own: the weights of a
-model that the user holds never change.
+Note: streams. A `Trainer` seeds the process's random streams, so `task_from_trainer` makes a `Trainer` within
+`own_random_state`, and a trial makes a `Trainer` in the trial's own streams on a thread of the pool. Only
+`trainer_from_result` lets the new `Trainer` seed the process's streams. The module must not know shards or devices. Each trial
+has a model of its own: the weights of a model that the user holds never change.
 """
 
 import logging

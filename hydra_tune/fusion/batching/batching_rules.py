@@ -1,9 +1,10 @@
 """Operators on stacked members that `torch.vmap` handles badly: the same arithmetic in a single call for all members.
 
 Every rule takes the operator's own arguments, with the members in front of every tensor, and returns the result with
-the members in front. A rule returns None for arguments that `torch.vmap` should handle. `StackedGraph`
-(`batched_graph.py`) looks up a node's rule when a graph is stacked, and calls the rule at each run of the node;
-`MaskedReduction` (`fusion/ragged/masked_loss.py`) calls `cross_entropy`. Rules must not mix members.
+the members in front; `elementwise` takes the operator as well. A rule returns None for arguments that `torch.vmap` should
+handle. `StackedGraph` (`batched_graph.py`) looks up a node's rule when a graph is stacked, and calls the rule at each run of
+the node with stacked inputs; `MaskedReduction` (`fusion/ragged/masked_loss.py`) calls `cross_entropy`, and
+`aliasing_writes.py` reads `VIEWS`. Rules must not mix members, and must not know trials, groups or pools.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ def cross_entropy(
 ) -> Tensor | None:
     """Return the losses of class indices, from `(N, samples, classes)` and `(N, samples)`.
 
-    A single loss over all members' samples runs first, then a reduction for every member.
+    A single loss over all members' samples runs first, then a reduction for every member, if the operator has one.
     """
     if weight is not None or label_smoothing or logits.dim() != _MATRIX or target.is_floating_point():
         return None
@@ -102,7 +103,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    """Normalize with members as additional samples, then apply each member's own scales."""
+    """Normalize with members as additional samples, then apply each member's own weight and bias."""
     # The kernel of CPU devices takes samples in low precision beside scales in float32, and rounds once, at the end.
     wide = next((scales.dtype for scales in (weight, bias) if scales is not None), x.dtype)
     # Without scales, because the kernel takes a single set of them for all samples.
@@ -120,7 +121,7 @@ def layer_norm(
 def view(x: Tensor, shape: Sequence[int], *, settles: bool = True) -> Tensor:
     """View as a shape; copy where the stacked layout requires a copy.
 
-    With `settles`, gradients come in the original layout.
+    With `settles`, the gradient of a tensor in the wide layout (`conv_rules.py`) comes in the wide layout.
     """
     return (settled(x) if settles else x).reshape(x.size(0), *shape)
 
@@ -141,7 +142,10 @@ def is_elementwise(target: Any) -> bool:
 
 
 def elementwise(target: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Align the members' dimensions and run; leave arguments whose types might be promoted differently to `torch.vmap`."""
+    """Align the members' dimensions and run the operator.
+
+    `torch.vmap` gets mixed dtypes, and writes into a tensor with fewer dimensions than another.
+    """
     tensors = [t for t in pytree.tree_leaves((arguments, keywords)) if isinstance(t, Tensor)]
     most = max(tensor.dim() for tensor in tensors)
     # Torch promotes zero-dimensional tensors weakly. A member's scalar has

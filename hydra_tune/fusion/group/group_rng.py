@@ -5,7 +5,8 @@ evaluation; each unit of the group that draws random numbers (`group_step.py`, `
 `fusion/runtime/paired_unit.py`) enters `drawing`.
 
 Note: a slot that is not active must draw nothing and write no state back. Streams belong to the members, and a vacant slot
-holds the streams of a member that may draw in another slot or elsewhere (`vacant` in `slot.py`).
+holds the streams of a member that may draw in another slot or elsewhere (`vacant` in `slot.py`). On a GPU, a unit holds the
+turn of the device's generator while members draw.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

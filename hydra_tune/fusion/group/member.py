@@ -4,13 +4,18 @@ A member runs the loop of `SingleTrial` with its own data, random streams, sched
 yields `MemberBatchRequest` requests instead of units. A member outside any group (`is_fused` False) runs like an
 ordinary trial. `GroupMatcher` (`pool/fusion/group_matcher.py`) builds a member when a job of a `FusedPool` is prepared,
 and `FusionBenchmark` (`fusion/matching/group_timing.py`) for timed steps; `GroupTrial` (`group_trial.py`) has the
-requests of its members computed together.
+requests of its members computed together. `GroupSlot` (`slot.py`) runs a member to its next request, `SlotTable`
+(`slot_table.py`) sets `fetch`, and the makers of plans (`fusion/compile/group_plan_cache.py`,
+`fusion/compile/batched_plan_cache.py`, `fusion/runtime/planned_group_size.py`) look at first batches with `peek`.
 
 Note: ownership. While a member is in a group, the group's stack holds the present weights and optimizer state, and the
 member's own module and optimizer are stale until `fetch`. Rates, random streams, loss scale and history stay the
 member's own: the member's scheduler goes on writing to the member's own optimizer, where the group reads the rates.
 
 Note: random numbers. A look at data or a capture must leave the member's streams and feed where they were (`peek`).
+
+Note: code of the user's. `begin_to_build`, and `peek` where the data run the user's code, keep other trials out for a limited
+time (`GATE.alone`), so that the changes found in Python are the member's own. The module must not plan for less memory.
 """
 
 import math
@@ -235,7 +240,7 @@ class MemberTrial(SingleTrial):
         return request
 
     def built(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return the trial's module and optimizer; build both on the first call."""
+        """Return the trial's module and optimizer; on the first call, check the data and build both, in training mode."""
         if self.module is None or self.optimizer is None:
             for handle in (self.task.train, self.task.validate):
                 self._feed.check(handle)
@@ -268,9 +273,9 @@ class MemberTrial(SingleTrial):
     def peek(self) -> Iterator[dict[str, MemberBatchRequest]]:
         """Context with the first training batch, and the first validation batch if any, without advancing the data.
 
-        What the data count in Python is put back at the end of the context, because a step inside may read that state. Other
-        trials may count in the same dictionary or in the environment, so the batches are drawn while nobody else computes:
-        the changes found are then this trial's own.
+        The end of the context restores the counts that the data keep in Python, as a step inside may read the counts. Other
+        trials may count in the same dictionary or in the environment, so data that run the user's code give their batches while
+        nobody else computes, for a limited time: the changes found are then this trial's own.
 
         Raises:
             UnfusableError: the data may come from an iterator, which would be advanced.

@@ -1,7 +1,8 @@
 """Run a stacked graph with heads: the beginning for all members, every head on the rows of its members.
 
 `stacked_plan` (`fusion/compile/batched_plan.py`) makes such a graph when the members of a group have different losses
-or metrics. Results keep the order of the members, and a result that a member does not have is NaN.
+or metrics. Results keep the order of the members, and a result that a member does not have is NaN. The module must not know
+groups, and a member's rows must not change another member's results.
 """
 
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ def results_of(rows: HeadAssignment) -> list[str]:
 
 
 def with_results(plan: ShardPlan, rows: HeadAssignment) -> ShardPlan:
-    """Return the plan adapted to a shard made by `with_tails`."""
+    """Return the plan, of a single shard, adapted to a shard made by `with_tails`."""
     names = tuple(results_of(rows))
     outputs = tuple(_RESULT + name for name in names)
     tail_constants = {
@@ -78,7 +79,7 @@ def with_results(plan: ShardPlan, rows: HeadAssignment) -> ShardPlan:
 
 
 class StackedPrefix:
-    """The common beginning of plans with heads, on stacked members.
+    """The common beginning of plans with heads, on stacked members; `run` computes the beginning.
 
     Args:
         graph: the first plan's shard.
@@ -89,9 +90,13 @@ class StackedPrefix:
     Attributes:
         constants: names of the constants that the beginning takes.
         inputs: indices of the batch's tensors that the beginning takes.
+        takes: the arguments of the beginning: state, constants and batch tensors, by kind and name.
         made: indices of the operators whose values the beginning returns.
         made_bytes: bytes of the returned values, for a single member.
         precision: precision of the step.
+
+    Raises:
+        UnfusableError: the beginning reads nothing but constants.
     """
 
     def __init__(self, graph: ShardGraph, code: fx.GraphModule, rows: HeadAssignment, slots: frozenset[str]) -> None:

@@ -7,8 +7,11 @@ there, and any other block is meant itself.
 
 A copy is a block like any other, with two differences. A copy's bytes come from the shared file and never change, so
 the copy is always clean, and the file's own memory serves as the host copy. And the copy belongs to no trial: the copy
-goes with the last trial that has a handle on the tensor. A device runs one unit at a time, so one unit at most computes
-with a copy.
+goes with the last trial that has a handle that leads to the copy. A device runs one unit at a time, so one unit at most
+computes with a copy.
+
+Note: locks. `_LOCK` guards the table of copies and their `users`; a thread takes a handle's lock before `_LOCK`. The module
+must not know models.
 """
 
 import threading
@@ -62,10 +65,10 @@ class SharedBlockHandle(Block):
         self.owner = owner
         self.source = source
         self._may_lie_in_place = may_lie_in_place
-        self._copies: dict[PagerInterface, SharedBlockCopy] | None = {}  # None: the trial is over
+        self._copies: dict[PagerInterface, SharedBlockCopy] | None = {}  # None: the share is given up
 
     def at(self, pager: PagerInterface) -> Block:
-        """Return the copy on the pager's device, made if there is none; the handle itself once the trial is over."""
+        """Return the copy on the pager's device, made if there is none; the handle itself once the share is given up."""
         with self.lock:
             if self._copies is None:
                 return self
@@ -85,7 +88,10 @@ class SharedBlockHandle(Block):
         return copy
 
     def leave(self) -> None:
-        """Give the share up; the copies that nobody else uses are freed. No unit of the trial may run."""
+        """Give the share up, and free the copies that no other trial uses; no unit of the trial may run.
+
+        A trial gives all shares up at its end, and earlier the shares in parameters that are shared no more.
+        """
         with self.lock:
             copies, self._copies = self._copies or {}, None
         for pager, copy in copies.items():

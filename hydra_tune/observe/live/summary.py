@@ -1,8 +1,9 @@
 """Reports of a sweep: lines during the run, tables and a JSON object at the end.
 
 The functions read a plain `SweepView`, and print to a given console or return plain data. `cli/display/board.py`
-formats a line as each trial ends, and `cli/display/output.py` reports the whole sweep at the end; `pool/views/live.py`
-does both for `HydraExecutor.live`, except in notebooks. `cli/inspect/run_output.py` formats the trials of a log.
+formats a line as each trial ends or is left to a later run, and `cli/display/output.py` reports the whole sweep at the
+end; for `HydraExecutor.live`, `pool/views/live.py` does both, in notebooks without the report. `cli/inspect/run_output.py`
+formats the trials of a log. The module must hold no part of the engine.
 
 Note: each field of `TrialView` and `DeviceView` becomes part of the JSON object, unless `_trial` or `_device` drops the field.
 """
@@ -35,7 +36,7 @@ _ENDS = {
 
 
 def trial_line(trial: TrialView, metric: str) -> str:
-    """Format one line for a trial that has ended: `trial 7  pruned  val_loss 0.31  epoch 3/10  lr=0.001`."""
+    """Format one line for a trial: `trial 7  pruned  val_loss 0.31  epoch 3/10  lr=0.001`."""
     parts = [text.label(trial), trial.state]
     if trial.value is not None:
         parts.append(f"{metric} {text.number(trial.value)}")
@@ -170,7 +171,7 @@ def _totals(view: SweepView) -> list[str]:
     earlier_text = f", {earlier} of them earlier" if earlier else ""
     planned = view.units_run + view.units_saved
     units = (
-        [  # a sweep on Ray does not know them
+        [  # a sweep on Ray does not know its units
             f"units run: {view.units_run}",
             f"units saved by pruning: {view.units_saved} ({view.units_saved / planned:.0%} of what was planned)",
         ]
@@ -258,7 +259,7 @@ def to_json(view: SweepView) -> dict[str, Any]:
 
 def _trial(trial: TrialView) -> dict[str, Any]:
     data = asdict(trial)
-    # Only the live view and the ranking need these fields.
+    # Only the views for people and the ranking need these fields.
     for live in ("step", "num_steps", "remaining_seconds", "name", "values", "metrics", "is_feasible"):
         del data[live]
     return {name: text.plain(value) for name, value in data.items()}

@@ -1,10 +1,14 @@
 """Records the memory actions of a worker, action by action, while a run is recorded.
 
 `PoolRecorder` (`pool/runtime/recorder.py`) opens a `WorkerTurn` on the worker's thread for each command to run a unit,
-and for each release of a job's memory. The pager (`memory/pager.py`), leases (`memory/lease.py`), the prefetcher
-(`memory/prefetch.py`) and releases (`memory/block_release.py`) note their actions on the thread's turn. Without a
-recording there is no turn, and a note costs a single thread-local lookup. `simulate/recorded/recording.py` and
-`simulate/recorded/script.py` read the turns. A turn must keep no block and no tensor alive.
+and on any thread for the release of an ended job's memory. `Worker` (`pool/runtime/worker.py`) notes the units. The pager
+(`memory/pager.py`), leases (`memory/lease.py`), the prefetcher (`memory/prefetch.py`) and releases
+(`memory/block_release.py`) note their actions on the thread's turn. Without a recording there is no turn, and a note costs
+a single thread-local lookup. `simulate/recorded/recording.py` writes the turns
+to a file and reads them from one; `script.py` and `pager_model.py` beside `recording.py` read the turns.
+
+Note: threads. A turn has no lock. A lease opens its worker's turn on autograd's thread as well, while the worker waits. All
+turns of a recording share one dictionary of facts. A turn must keep no block and no tensor alive.
 """
 
 import threading
@@ -48,7 +52,7 @@ class TurnAction(NamedTuple):
 
 
 class BlockCopySpan(NamedTuple):
-    """A background copy of a block: "in", "out" or "across", with its times."""
+    """A copy of a block: "in", "out" or "across", with its times."""
 
     what: str
     block: int
@@ -106,15 +110,15 @@ class RecordableCopy(Protocol):
 
 @dataclass(slots=True)
 class WorkerTurn:
-    """A worker's actions for one command of the scheduler.
+    """A worker's actions for one command of the scheduler, or the actions of a release.
 
     Args:
         job: job of the unit.
-        device: device of the worker.
+        device: device of the worker; empty for a release.
         facts: of all blocks met by any turn, by number; shared by all turns.
         actions: the actions, in order.
         units: the units run.
-        sent: background copies begun by the turn, once finished.
+        sent: finished background copies that the turn began, in either direction, as of the last `settle`.
     """
 
     job: str
@@ -146,7 +150,7 @@ class WorkerTurn:
 
     @property
     def copies(self) -> list[BlockCopySpan]:
-        """Copies that the turn has waited for from beginning to end."""
+        """Copies to and from the device that the turn itself made, and waited for from beginning to end."""
         return [
             BlockCopySpan(a.what, a.blocks[0], a.nbytes, a.at_ns - a.copy_ns, a.at_ns)
             for a in self.actions
@@ -169,7 +173,7 @@ class WorkerTurn:
 
     @contextmanager
     def unit(self, kind: str, shard: int) -> Iterator[None]:
-        """Record a unit around the block."""
+        """Record a unit around the code of the context."""
         start = time.perf_counter_ns()
         try:
             yield
@@ -199,7 +203,7 @@ def note(what: str, blocks: Iterable[RecordableBlock] = (), nbytes: int = 0, *, 
 
 @contextmanager
 def in_turn(turn: WorkerTurn | None) -> Iterator[None]:
-    """Within the block, record this thread's actions on a turn; None records nothing."""
+    """Within the context, record this thread's actions on a turn; None records nothing."""
     before, _THREAD.turn = _THREAD.turn, turn
     try:
         yield

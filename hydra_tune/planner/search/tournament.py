@@ -3,7 +3,11 @@
 In turns, each candidate finds the machine in the same state as the others. The run-off is a state without a clock:
 while a group trains, `StepPlanAutotuner` (`fusion/runtime/plan_autotuner.py`) asks for the next candidate and reports
 the seconds of a step. A step counts relative to the steps of the remaining candidates in the same turn, because a
-machine with other users changes its speed between turns.
+machine with other users changes its speed between turns. Benchmarks, such as `benchmarks/interleaving.py`, time ways of
+training in a run-off, too.
+
+A run-off has no lock, and each call of `took` reports the step of the candidate that `next` names. The module must not
+know groups or devices.
 """
 
 import statistics
@@ -13,16 +17,16 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 WARM_UPS, TURNS = 2, 9
-"""Untimed and timed turns of each candidate; `StepPlanAutotuner` gives numbers of its own."""
+"""Turns that do not count, and turns that count; `StepPlanAutotuner` gives numbers of its own."""
 
 LEAVES_AT = 1.3
-"""A candidate slower than the fastest by more than this factor leaves after a timed turn, from the third on."""
+"""A candidate slower than the fastest by more than this factor leaves after a turn that counts, from the third such turn on."""
 
 _LEAST_TURNS = 3
 
 
 class SpeedTournament(Generic[Key]):
-    """State of a run-off: the candidate that is next, until the fastest is known.
+    """State of a run-off: the candidate that is next, until all turns are over.
 
         race = SpeedTournament(["a", "b"])
         while (name := race.next) is not None:
@@ -61,7 +65,7 @@ class SpeedTournament(Generic[Key]):
         return None if len(self._found) >= self._turns else self._in[self._place]
 
     def took(self, seconds: float) -> None:
-        """Report the step of the next candidate.
+        """Report the step of the candidate that `next` names.
 
         Args:
             seconds: duration of the step.
@@ -77,7 +81,7 @@ class SpeedTournament(Generic[Key]):
         if not self._found:
             return {}
         # Shares of a turn's mean cancel the speed of the machine in that turn. Only remaining candidates have a step in
-        # every turn, so only they make up the means.
+        # every turn, so only remaining candidates make up the means.
         means = [statistics.fmean(turn[candidate] for candidate in self._in) for turn in self._found]
         usual = statistics.median(means)
         step_seconds: dict[Key, float] = {}

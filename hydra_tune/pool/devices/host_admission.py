@@ -1,7 +1,8 @@
 """Admission of a job's state to host memory, and to the disk beyond.
 
 `JobPreparer` (`pool/runtime/preparer.py`) waits for `has_room` once a job's model is built and cut, before the job's
-first unit; `Pool.stats` (`pool/pool.py`) calls `disk_stats`.
+first unit, and calls `has_room` under the pool's lock; `Pool.stats` (`pool/pool.py`) calls `disk_stats`. The module must not
+choose units or advance a trial.
 """
 
 from collections.abc import Iterable
@@ -16,10 +17,10 @@ from hydra_tune.quantities import format_bytes, format_bytes_up
 def has_room(record: JobState, others: Iterable[JobState], host_bytes: int, host: HostTier | None) -> bool:
     """Grant a job its host memory if there is room beside the other jobs. Under the pool's lock.
 
-    False: there will be room once some of the other jobs have ended.
+    A granted job's record gets `host_bytes` and `shared`. False: there may be room once some of the other jobs have ended.
 
     Raises:
-        BudgetError: the job would not fit even alone.
+        BudgetError: the job would not fit even alone, or host memory cannot hold the part that must not go to disk.
     """
     assert record.trial is not None
     capacity = host_bytes if host is None else host.capacity_bytes
@@ -57,7 +58,7 @@ def _refusal(name: str, need: int, capacity: int, host_bytes: int, host: HostTie
 
 
 def disk_stats(host: HostTier) -> DiskStats:
-    """Statistics of the host tier."""
+    """Return the statistics of the host tier, for its memory and its disk."""
     disk = host.disk
     return DiskStats(
         host_budget_bytes=host.ledger.budget_bytes,

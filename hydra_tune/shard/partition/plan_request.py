@@ -1,7 +1,8 @@
 """`ShardPlanRequest`: the question for a plan, and existing knowledge about the step; requests with equal keys share a plan.
 
 `PlanLibrary` (`plan_cache.py`) makes a request in each call of `prepare` and `foresee`, and
-`train/loop/microbatch_choice.py` makes a request for the key of an earlier choice.
+`train/loop/microbatch_choice.py` makes a request for the key of an earlier choice. `ShardPartitionPlanner`
+(`partition_planner.py`) and `shard/cost/step_estimate.py` read requests. The module must not run a unit.
 
 Note: trials of one key share a plan without a comparison with the eager step. So each fact of a trial that decides its
 plan, or whether the plan is right, must enter `key_of`, or be checked for each trial (by `PlanLibrary.prepare` for the
@@ -87,7 +88,7 @@ class ShardPlanRequest:
 
 
 def key_of(request: ShardPlanRequest) -> Hashable | None:
-    """Return a key that is equal for requests with the same plan; None if there is no key.
+    """Return a key; requests with equal keys share a plan. None: the step holds values that no key can compare.
 
     Raises:
         TaskError: as of `PythonStateGuard`.
@@ -98,7 +99,7 @@ def key_of(request: ShardPlanRequest) -> Hashable | None:
         return None
     places = batches.places_of(request.batch)
     try:
-        # What a guard of the step sees and the key does not.
+        # The Python values that a guard of the step sees and `architecture_key` does not.
         architecture = (architecture, PythonStateGuard(task, request.model, request.mode, inputs=places).digest)
     except CaptureError:
         return None

@@ -4,10 +4,12 @@ The inputs of a shard are all values used but not made by the shard: state, cons
 earlier shards. Skips, masks and encoder states need no special treatment. The outputs are the values used by later
 shards or by the step's result. `build_plan` (`plan.py`) cuts the shards of a plan with `cut_shard`, and the pilot
 (`shard/cost/pilot.py`) cuts each candidate shard that the pilot measures. `fusion/compile/torch_compile.py` compiles the
-graphs of groups with `compiled`.
+graphs of groups with `compiled`. `shard/execute/eager_plan.py` makes the `ShardGraph` of a step in the user's own code, and
+`fusion/compile/batched_plan.py` adapts shards to groups. `ShardChain` (`shard/execute/chain.py`) runs the shards; this
+module must run no unit.
 
 Note: bits. A shard's nodes are copies in the captured order, so its operators run as in the captured graph. Nothing here
-may merge, reorder or replace operators.
+may merge, reorder or replace operators; only a compiler, where the task asks for one, may do so.
 """
 
 from collections.abc import Callable, Sequence
@@ -166,8 +168,8 @@ def _copied(
 def compiled(module: fx.GraphModule, backend: str, written: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:
     """Return a graph compiled at its first run.
 
-    Buffers lie side by side in a single block, and a compiler cannot tell that overwriting a buffer leaves the other
-    buffers alone. Buffers at the positions `written` are therefore overwritten in separate copies.
+    A shard's buffers lie side by side in a single block, and a compiler cannot tell that overwriting a buffer leaves the
+    other buffers alone. Buffers at the positions `written` are therefore overwritten in separate copies.
 
     Args:
         module: the graph.

@@ -14,16 +14,19 @@ place of numbers that a graph takes as inputs (`replaced`).
 `PythonStateUndo` undoes forecasts (`pool/pool.py`), timings (`fusion/matching/group_timing.py`), steps of the user's own
 that run again (`train/loop/direct.py`), steps of stand-ins (`shard/cost/update_pilot.py`) and builds
 (`fusion/group/member.py`). `TaskStateGuard` lets a trial begin again (`train/trial.py`, `pool/checkpointing/writer.py`), and
-`train/checkpoint/python_changes.py` compares the `digests` of such a guard with those of a checkpoint. The module must
-not know captures, plans or trials.
+`train/checkpoint/python_changes.py` compares the `digests` of such a guard with those of a checkpoint. The functions at the
+end refuse steps: `train/loop/plan_cache.py` and `pool/fusion/group_matcher.py` call `check_kept` and `check_gradients`,
+`shard/partition/trial_step.py` calls `check_own_copy`, and `fusion/group/member.py` calls `reached`. `Trial`
+(`train/trial.py`) calls `names_parameters`, and `shard/verify/process_state.py` calls `shares_state`. The module must not
+import captures, plans or trials; of a trial, the module knows the task and the model.
 
 Note: files are not reached by a walk. A capture notes the files that the step reads (`opened_files.py`), and `watch` adds
 their holders.
 
 Note: other trials. `PythonStateGuard.restore` puts back all values, so the caller keeps other trials away meanwhile: by
 `GATE.exclusive`, or by `undisturbed` (`shard/verify/process_state.py`), which keeps other trials away only where they reach
-the same values. `PythonStateUndo.undo` and `TaskStateGuard.restore`
-run beside other trials, and leave objects that other trials reach.
+the same values. `PythonStateUndo.undo` and `TaskStateGuard.restore` run beside other trials, and leave objects that other
+trials reach. `TaskStateGuard` finds the other trials in a set of all such guards, under a lock that no walk holds.
 
 Note: what no guard sees. Code can read clocks and variables of installed packages. Of an object of an extension module,
 only its bytes or its pickled form count. The check of a new plan runs the step twice, and refuses a step that gives other
@@ -201,7 +204,7 @@ class PythonStateGuard:
             self.restore_caches()
 
     def restore_caches(self) -> None:
-        """Forget what functions with a cache have computed: it may depend on values put back, or stand in for tensors."""
+        """Forget results of functions with a cache: a result may depend on values put back, or stand in for tensors."""
         for cache in self._caches:
             cache.restore()
 
@@ -221,7 +224,7 @@ class PythonStateUndo:
 
     Args:
         handles: functions and data, by the names of their arguments.
-        tasks: the tasks that they are of.
+        tasks: the tasks of the functions and data.
         module: a model whose attributes count as well, but not its tensors.
 
     Attributes:
@@ -450,7 +453,8 @@ def check_kept(task: TrainTask, module: nn.Module, kept_names: Mapping[str, set[
         kept_names: mode -> attributes in which the steps of captured plans of that mode would keep tensors.
 
     Raises:
-        TaskError: code of the data, of the scheduler, or of a step of the other mode reads such an attribute.
+        TaskError: the user's code between steps (data, scheduler and other arguments), or a step of the other mode, reads such
+            an attribute.
     """
     for mode, names in kept_names.items():
         if not names:

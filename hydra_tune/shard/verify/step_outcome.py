@@ -3,7 +3,9 @@
 Besides losses, gradients, buffers and the generator's state, an outcome lists the computing operators: two runs may
 agree on a batch by luck, and differ on the next batch. `plan_check.py` takes both outcomes when a plan is checked, and
 compares the two. `shard/capture/value_replay.py` runs a step under `StepOperatorRecorder`, `train/loop/direct.py` walks a
-loss's graph by `backward_nodes`, and cost models share `UnitSeconds`.
+loss's graph by `backward_nodes`, `shard/cost/eager_pilot.py` calls `refuse_sparse`, and cost models
+(`shard/cost/activation_policy.py`, `train/timing/shared_times.py` and others) share `UnitSeconds`. The module must not
+change a plan.
 
 Note: the eager step draws from the thread's torch stream, and a plan from a stream of its own with the same state. Both
 leave the buffers of the copy changed.
@@ -104,7 +106,7 @@ class StepOutcome:
         results: the loss, or the metrics.
         gradients: gradients of the parameters.
         buffers: buffers after the step.
-        random_state: state of the generator after the step.
+        random_state: state of the generator after the step; for a plan, before the first recompute.
         operators: names of the computing operators.
         reads: values read by Python, in order; for a plan, only of the first run of each shard.
         functions: the user's own `torch.autograd.Function`s in the backward; for a plan, those that its graphs call.
@@ -120,7 +122,7 @@ class StepOutcome:
 
 
 class StepOperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the computing operators by name: views, copies and fills are left out."""
+    """Notes the computing operators by name: views, and operators without arithmetic (`_NO_ARITHMETIC`), are left out."""
 
     def __init__(self, recorder: BatchGuardRecorder | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -245,7 +247,7 @@ def run_eager(
 
 
 def backward_nodes(root: Tensor) -> Iterator[Any]:
-    """Iterate over the nodes of a tensor's autograd graph, each once, in no order."""
+    """Iterate over the nodes of a tensor's autograd graph, each once, in no particular order."""
     visited: set[Any] = {None}
     # A list and not a recursion, because a graph may be deeper than Python's stack.
     unvisited: list[Any] = [root.grad_fn]
@@ -309,8 +311,8 @@ def run_plan(
         for index in reversed(range(count)):
             if plan.mode == "train" and plan.shards[index].has_backward:
                 backward[index] = timed(index, chain.backward)
-                # The last shard has no forward unit, so it draws and reads here. The other shards may run a second time
-                # from here on, from saved states.
+                # The last shard has no forward unit, so the last shard draws and reads here. The other shards may run
+                # a second time from here on, from saved states.
                 if index == count - 1:
                     final_state = stream.get_state()
                     reads = tuple(operators.reads)

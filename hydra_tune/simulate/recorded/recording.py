@@ -2,8 +2,9 @@
 
 `PoolRecorder` (`pool/runtime/recorder.py`) makes a `Recording` when a program calls `HydraExecutor.recording()`, as
 `hydra-tune sweep --timeline` does after the sweep. Viewers show the trace part of the file as a timeline; `read_recording`
-reads the complete data beside the trace, for `replay.py` and for `recorded_profile` (`simulate/profile.py`). Changed data
-need another `_FORMAT`.
+reads the complete data beside the trace, for `hydra-tune simulate --replay` (`cli/commands/simulate.py`). `replay.py` with
+`script.py` and `pager_model.py`, and `recorded_profile` (`simulate/profile.py`), read a `Recording`. Changed data need
+another `_FORMAT`. The module must not import the pool, and keeps numbers and names only.
 """
 
 import json
@@ -93,7 +94,7 @@ class Recording:
         path.write_text(json.dumps(self.to_json(), separators=(",", ":")), encoding="utf-8")
 
     def _trace(self) -> Iterator[dict[str, Any]]:
-        """Trace events: a row for each device's units, and a row for its copies."""
+        """Make the trace events: a row for each device's units, and a row for the device's copies."""
         start = self.decisions[0].at_ns if self.decisions else 0
         rows = {device.name: 2 * number for number, device in enumerate(self.devices)}
         for name, row in rows.items():

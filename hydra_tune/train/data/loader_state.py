@@ -2,7 +2,8 @@
 
 `TrialLoaderCopies` (`loader_copies.py`) reads the positions for each checkpoint and at the start of each pass of a trial
 that is saved, and sets the copies to saved positions when a trial resumes or repeats a draw. The positions may be live
-objects, which the next draw changes: `Trial` (`train/trial.py`) copies the positions that have to stay.
+objects, which the next draw changes: `Trial` (`train/trial.py`) copies the positions that have to stay. The module must
+never change an original, and must not know models or steps.
 """
 
 import random
@@ -39,8 +40,8 @@ def state_of(original: object, own: Any, known: AbstractSet[int]) -> Any:
         return None
     if hasattr(own, "__dict__"):
         return _moved(original, own, known)
-    # Indices in an array or a set have no position; any other object without attributes is refused when the checkpoint
-    # is written.
+    # Unchanged indices in an array or a set have no position; a changed object without attributes is refused when the
+    # checkpoint is written.
     return None if same_value(own, original) else own
 
 

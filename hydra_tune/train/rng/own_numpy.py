@@ -5,7 +5,8 @@ present bit generator, inside the bit generator's `lock`. This module gives the 
 bit generator, with a `_StreamSwitchLock` as lock. Entering the lock looks up the thread's own stream, or else the
 process's, and if another stream was drawn from last, switches the `RandomState` to the right bit generator. The bit
 generator stays until another thread draws, so consecutive draws of a thread exchange nothing. `RandomStreams`
-(`rng_streams.py`) loads and installs this module when a trial's streams are made, if numpy is installed.
+(`rng_streams.py`) loads and installs this module when a trial's streams are made, if numpy is installed. The module must not
+know models.
 
 Note: normal numbers come in pairs, and the `RandomState` keeps the second number. The number is lost when the
 `RandomState` gets another bit generator, so an exchange takes the number out first and puts the number back when its
@@ -50,7 +51,7 @@ class NumpyStream:
         bits: the bit generator.
 
     Attributes:
-        moves: number of calls of `numpy.random` functions on the stream.
+        moves: number of entries of the lock for the stream, at least one for each draw by a `numpy.random` function.
         gauss: whether a normal number is kept, and the number; valid while the stream is not installed.
     """
 
@@ -67,7 +68,7 @@ class NumpyStream:
         return cls(bits)
 
     def become_own(self) -> "Token[NumpyStream | None]":
-        """Make this thread draw from the stream until the caller resets the variable; new threads do not inherit it."""
+        """Make this thread draw from the stream until the caller resets the variable; new threads do not inherit the stream."""
         return _OWN.set(self)
 
     def state(self) -> State:

@@ -1,8 +1,11 @@
 """A step's values as blocks: the store of a chain of units in the pool.
 
 `BatchUnits` (`train/loop/batch_units.py`) makes a `BlockStore` for each batch, and the batch's units read and write
-values there, one unit at a time. `UnitRollback` (`train/loop/unit_rollback.py`) undoes a failed unit with `begin` and
-`take_back`. Other threads may call `blocks` alone.
+values there, one unit at a time. Subclasses such as `TrainingBatch` (`train/loop/training_batch.py`) hand gradients from
+store to store, and `ParallelBatch` (`train/parallel/parallel_batch.py`) sets `stand_ins`. `UnitRollback`
+(`train/loop/unit_rollback.py`) undoes a unit that ran out of memory with `begin` and `take_back`; `ShardChain`
+(`shard/execute/chain.py`) ends such a chance with `settle`. A store has no lock: threads other than the unit's may call
+`blocks` alone. The module must not know the order of units.
 """
 
 from collections import Counter
@@ -29,7 +32,8 @@ _WITHIN_SHARDS = ("saved:", "kept:")
 class BlockStore:
     """Values of a step, by key; a running unit sets `lease`, and `stand_ins` replaces tensors of the state.
 
-    Values that were views of one storage are views of one block; the block is dropped with its last value.
+    Values that were views of one storage are views of one block. The block is dropped with its last value, unless a value
+    on the block was given away.
 
     Args:
         state: the trial's long-lived tensors.
@@ -102,7 +106,7 @@ class BlockStore:
         self._undo = []
 
     def settle(self) -> None:
-        """Make the results of a unit final, and drop the replaced values."""
+        """Make the values put since `begin` final, and drop the replaced values."""
         undo, self._undo = self._undo, None
         for _, replaced in undo or ():
             if replaced is not None:
@@ -139,7 +143,7 @@ class BlockStore:
         block.dirty = block.data is not None
 
     def give_away(self, keys: Iterable[str]) -> dict[str, BlockTensorView]:
-        """Take values and blocks out; missing keys are skipped."""
+        """Take values out for another owner, and with the values their blocks; missing keys are skipped."""
         values = {key: self._values.pop(key) for key in keys if key in self._values}
         for value in values.values():
             self._uses[value.block] -= 1
@@ -166,12 +170,12 @@ class BlockStore:
             self.drop(key)
 
     def _let_go(self, value: BlockTensorView) -> None:
-        """Drop the block of a forgotten value, unless other values lie on the block."""
+        """Drop the block of a forgotten value, unless other values lie on the block or the block was given away."""
         self._uses[value.block] -= 1
         if not self._uses[value.block]:
             del self._uses[value.block]
             if value.block in self._given:
-                # Another store has taken the value over, and the block with it.
+                # A value on the block was given away, and the block with the value.
                 return
             if self.lease is None:
                 drop(value.block)

@@ -1,8 +1,9 @@
 """Converts a pool's reports to Optuna's values.
 
-The functions are pure: they depend only on a task, its reports, the study's directions or an objective's outcome, and
+The functions are pure: the functions depend only on a task, its reports, the study's directions or an objective's outcome, and
 drive nothing. `OptimizeDriver` (`driver.py`) checks each task here before the submit, and converts each report and each
-trial's final value here.
+trial's final value here; the driver also asks here about an objective's outcome that is no task. The module must not know
+shards or devices.
 """
 
 import math
@@ -73,7 +74,7 @@ def trial_value(task: TrainTask, reports: Sequence[Values], directions: Sequence
     if task.result == "best":
         numbers = [values[0] for values in reports if not math.isnan(values[0])]
         pick = max if directions[0] == StudyDirection.MAXIMIZE else min
-        # NaN compares false with everything, so it must not be among the compared numbers.
+        # NaN compares false with everything, so a NaN must not be among the compared numbers.
         return pick(numbers, default=math.nan)
     return reports[-1] if len(task.metrics) > 1 else reports[-1][0]
 

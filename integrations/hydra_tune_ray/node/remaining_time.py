@@ -3,7 +3,8 @@
 A pool knows the length of a trial's epochs after computing one, before that only the number of epochs, and nothing
 before building the trial. An epoch never timed is assumed to take the average time of the others' epochs.
 `PoolDirectory` (`pool_directory.py`) passes each pool's report on, and asks for the estimates before placing or moving
-a trial. The module does only arithmetic, on the directory's event loop.
+a trial. The module does only arithmetic, on the directory's event loop, and so has no lock. The module must not import Ray
+Tune or torch.
 
 Note: smoothing. A pool measures seconds per step over the last few steps, and on a busy machine this figure doubles and
 halves within seconds. The remaining time multiplies the noise, so raw figures would send trials to and fro. The number
@@ -20,7 +21,7 @@ _UNKNOWN_EPOCHS = 10.0
 
 
 class RemainingTimeEstimator:
-    """See the module's docstring. Trials are identified by their keys."""
+    """Estimates of remaining seconds, as the module's docstring says. Trials are identified by their keys."""
 
     def __init__(self) -> None:
         self._epochs: dict[str, float] = {}
@@ -45,10 +46,10 @@ class RemainingTimeEstimator:
                 self._seconds[key] = old_seconds + _WEIGHT * (new_seconds - old_seconds)
 
     def keep(self, keys: AbstractSet[str]) -> None:
-        """Drop all other trials, and update the averages."""
+        """Drop all trials except `keys`, and update the averages."""
         self._epochs = {key: epochs for key, epochs in self._epochs.items() if key in keys}
         self._seconds = {key: seconds for key, seconds in self._seconds.items() if key in keys}
-        # Without any trial the last averages stay: they are the best guess for the next.
+        # Without any trial the last averages stay, as the best guess for the next trial.
         if self._epochs:
             self._usual_epochs = sum(self._epochs.values()) / len(self._epochs)
         num_timed_epochs = sum(self._epochs[key] for key in self._seconds)
