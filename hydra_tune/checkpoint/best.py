@@ -1,8 +1,11 @@
 """The weights of a search's best trials: a file for each trial in a folder, written by a separate thread.
 
 `StudyWeights` (`integrations/hydra_tune_optuna/weights.py`) decides which trials are best, and offers weights as trials
-complete in a search with `keep_best`; `kept_weights` there finds the files later. The module knows no tuner: a trial is
-a number with values.
+complete in a search with `keep_best`; `kept_weights` there finds the files later. The module knows no tuner, and must not
+know models or the pool: a trial is a number with values.
+
+Note: threads. Any thread may call `offer`, and the thread `hydra-weights` writes. `offer` reads the folder without the lock,
+and calls `choose` and `tensors` under the lock; the writing thread calls `choose` without the lock.
 
 Note: no index. A file `trial-7.safetensors` holds the weights of trial 7, with the trial's values in its metadata. So
 no kill can separate a file from its description, and several processes may share a folder: after writing a file, each
@@ -79,7 +82,7 @@ class _QueuedWeights:
 class BestWeights:
     """Keeps the weights of the best trials of a search.
 
-    Weights stay in memory only until they are written or beaten: no waiting weights are worse than the kept weights.
+    Weights stay in memory only until the thread has written them, or until a later offer finds them beaten.
 
     Args:
         folder: folder for the files; created with the first file, mode 0700.
@@ -101,8 +104,8 @@ class BestWeights:
     ) -> None:
         """Keep the weights of a completed trial if the trial is among the best.
 
-        The call returns at once, unless so many weights wait that memory would fill up; then the call waits until some
-        weights are written.
+        The call does not wait for the writing, unless so many weights wait that memory would fill up; then the call waits
+        until some weights are written.
 
         Args:
             number: number of the trial.

@@ -1,6 +1,10 @@
 """Large files written past the page cache: kept files are not read soon, and copying to the cache costs most CPU time.
 
-`save_tensors` (`tensors.py`) writes all tensors through `written_directly`, whenever a checkpoint or weights are saved.
+`save_tensors` (`tensors.py`) writes the header and all tensors through `written_directly`, whenever a checkpoint or weights
+are saved. Where the system or the file system refuses direct writes, the bytes go through the page cache. The module does
+not flush the file to the disk, and must not know models, the pool or a tuner.
+
+Note: a writer has no lock, and belongs to one thread.
 """
 
 import contextlib
@@ -59,7 +63,7 @@ class DirectWriter:
         os.ftruncate(self._descriptor, size)
 
     def close(self) -> None:
-        """Restore the file's flags."""
+        """Switch direct writing off; the file stays open."""
         self._set_direct(wanted=False)
 
     def _put(self, count: int) -> None:
@@ -89,7 +93,7 @@ class DirectWriter:
 
 @contextlib.contextmanager
 def written_directly(file: BinaryIO) -> Iterator[DirectWriter]:
-    """Open a writer on an open, empty file; all given bytes are in the file when the block ends.
+    """Open a writer on an open, empty file; all given bytes are in the file when the block ends without an error.
 
     Raises:
         OSError: the system refuses.

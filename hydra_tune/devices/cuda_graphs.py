@@ -1,15 +1,16 @@
 """Recording of GPU work as a CUDA graph, independent of the recorded work.
 
 `GroupCaptureCache` (`fusion/compile/cuda_graph_steps.py`) records a group's traced step once the state of the group
-keeps its addresses, and replays the recording at later steps; `GroupTrial` makes the recorder.
+keeps its addresses, and replays the recording at later steps; `GroupTrial` (`fusion/group/group_trial.py`) makes the
+recorder. The module must not know blocks, models or trials.
 
-Note: stream order. Before the recording, the work runs twice on a stream used for nothing else. In these runs,
-libraries choose their kernels and allocate the workspaces that they keep for the stream; the graph uses the same
-workspaces. The recording stream waits for all work requested on the current stream, and the current stream then waits
-for the recording stream. The recording stream is a high-priority stream, because torch reuses its few streams: an
-ordinary stream might be the same as a copy stream, and a copy requested during the recording would become part of the
-graph. (The graph's kernels keep the high priority.) A replay runs on the current stream, in order with the work before
-and after. `CudaRecording.drop` waits for that stream, since a replay may still be queued.
+Note: stream order. Before the recording, the work runs twice on a stream used for recordings alone, one for each GPU. In
+these runs, libraries choose their kernels and allocate the workspaces that they keep for the stream; the graph uses the
+same workspaces. The recording stream waits for all work requested on the current stream, and the current stream then waits
+for the recording stream. The recording stream is a high-priority stream, because torch reuses its few streams: an ordinary
+stream might be the same as a copy stream, and a copy requested during the recording would become part of the graph. (The
+graph's kernels keep the high priority.) A replay runs on the current stream, in order with the work before and after.
+`CudaRecording.drop` waits for that stream, since a replay may still be queued.
 
 Note: restrictions during a recording. The recording thread must not wait for the GPU, read values from the GPU, copy
 from or to unpinned memory, or draw from a generator unknown to the graph. CUDA raises an error in these cases, and the

@@ -6,7 +6,8 @@ default generator, neither in the operators they run nor in calls about the gene
 `torch.get_rng_state`). `RandomStreams` (`train/rng/rng_streams.py`) and, for a group, `GroupStreams`
 (`fusion/group/group_rng.py`) set the generator of a thread while a unit or the code of a trial runs;
 `shard/verify/step_outcome.py` does so when a plan is checked, `train/data/index_gather.py` to try torch's sampler once, and
-`batched/batched_random.py` for each member of a batched step.
+`batched/batched_random.py` for each member of a batched step. `devices/cpu.py`, `batched/joint_graph.py` and
+`fusion/runtime/step_arguments.py` ask for the thread's generator. The module must not know blocks, models or trials.
 
 Note: mechanism. Torch's dispatcher passes each operator through several keys before its kernel. At the last key, below
 autograd and all modes that observe operators, a wrapper gives the thread's generator to each operator that accepts a

@@ -2,7 +2,11 @@
 
 `Pager` (`pager.py`) adds each awaited copy over the link to a `LinkMeter`. `pool/devices/idle_devices.py` reads the pace
 when a trial asks for further devices, and `train/loop/burst.py` to choose the length of a trial's turn.
-`train/timing/step_timing.py` fills `CopyTimes` while steps are timed for a forecast.
+`train/timing/step_timing.py` fills `CopyTimes` while steps are timed for a forecast. `Pager` and `Lease` (`lease.py`) call
+the methods of a `CopyLog`.
+
+Note: threads. A `LinkMeter` has no lock: other threads read both numbers while the pager adds a copy, because the pace is an
+estimate. The module must not know models or steps.
 """
 
 import statistics
@@ -14,7 +18,7 @@ from hydra_tune.devices.hardware.link import LinkCostModel
 _LEAST_BYTES = 64 * 1024  # smallest copy that reveals the pace of the link; overhead dominates smaller copies
 _SMALL_BYTES = 4096  # largest copy that consists of overhead only
 _ENOUGH_BYTES = 1 << 20
-_UNKNOWN_BYTES_PER_SECOND = 2e9  # careful guess until enough bytes are copied
+_UNKNOWN_BYTES_PER_SECOND = 2e9  # careful guess until enough bytes (`_ENOUGH_BYTES`) are copied
 
 
 class CopyLog(Protocol):

@@ -1,12 +1,13 @@
 """Double buffering: sends the blocks of a device's next units ahead while the present unit computes.
 
 `Worker` (`pool/runtime/worker.py`) prepares the prefetcher before each unit; rehearsals (`pool/dry_run/executor.py`) and
-timed steps (`train/timing/step_timing.py`) do likewise. When the unit begins to compute, the
-prefetcher asks `NextUnitPredictor` (`pool/devices/next_units.py`) for the next blocks in the order of need. For each
-block on the host, or on another device and not in use there, the worker's thread allocates device memory, and a
+timed steps (`train/timing/step_timing.py`) do likewise. When the unit begins to compute, the prefetcher calls `asks` for the
+next blocks in the order of need; in a pool, `NextUnitPredictor` (`pool/devices/next_units.py`) answers. For each
+block on the host, or on another device and not in use there, the unit's thread allocates device memory, and a
 background copy fills the memory. A block from another device comes by the same way as a fetch (`Pager.way_from`); if
 the way leads over the host and the host lacks the bytes, the other device begins a write-back. The prefetcher uses the
-room left by the running unit. The victims are the blocks that the next unit itself would choose. A clean victim is
+room left by the running unit. The victims are the blocks that the next unit itself would choose, apart from
+pinned blocks and blocks of the next units. A clean victim is
 dropped at once. A dirty victim is written back in the background and gives its room at the next call, or within a burst
 of steps when a step ends later. Victims for the workspace of the next unit are written back in the same way.
 
@@ -20,6 +21,9 @@ keeps its host copy, and a dirty block is written back only if the host has room
 Prefetching binds no thread. A block sent in vain is dropped like any clean block. A unit that starts early waits only
 for the copies of its own blocks. Another device in need of a block does not wait if the copy has not begun. While
 everything fits and no block comes over a link from another device, the prefetcher neither asks nor sends.
+
+Note: locks. The prefetcher only tries the lock of a block, and never waits for the lock: a block that another thread moves is
+left out. The module must not know models or steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +55,7 @@ class UnitMemoryNeeds:
 
 
 class BlockPrefetcher:
-    """Sends blocks ahead to a single device. Call only on the device's worker thread.
+    """Sends blocks ahead to a single device. Call only on the thread that runs the device's units.
 
     Args:
         pager: pager of the device.

@@ -2,7 +2,9 @@
 
 `ExecutorSettings.open_pool` (`pool/runtime/settings.py`) makes the `Pool` at the first use of an executor.
 `HydraExecutor` (`hydra_tune/executor.py`) submits jobs to the pool; with fusion, `GroupJobLauncher`
-(`pool/fusion/group_jobs.py`) submits carriers of jobs instead. `Job` (`pool/job.py`) passes a driver's requests on.
+(`pool/fusion/group_jobs.py`) submits carriers of jobs instead, and `FusedPool` (`pool/fusion/fused_pool.py`) passes requests
+of drivers on to the carriers. `Job` (`pool/job.py`) passes a driver's requests on. The pool must not decide which unit runs
+when: `hydra_tune.schedule` does.
 
 Note: threads. Each device has a worker, and the worker runs units (`pool/runtime/worker.py`) and has a thread that hands
 results over beside the next units. A preparer builds and captures models in sequence (`pool/runtime/preparer.py`). A
@@ -224,12 +226,12 @@ class Pool:
             self._start_preparer()
 
     def hint_at_fusion(self) -> None:
-        """Log a hint, at most once, when trials as a fused group may be several times faster."""
+        """Have the dispatcher log a hint, at most once, when trials as a fused group may be several times faster."""
         self._core.hint = FusionAdvisor()
 
     @property
     def changed(self) -> threading.Condition:
-        """The pool's lock, held during every decision; notified when a job ends or stops, or gives memory back."""
+        """The pool's lock, held during every decision; notified of changes that threads wait for, such as the end of a job."""
         return self._changed
 
     @property

@@ -1,7 +1,11 @@
 """Results of a simulation, as plain data.
 
-`Simulator` (`simulate/engine/simulator.py`) returns a `SimulationResult` when no event is left, and `table.py` and
-`plot.py` show the result for `hydra-tune simulate`.
+`Simulator` (`simulate/engine/simulator.py`) returns a `SimulationResult` when no event is left, and `SimulationTimeline`
+(`simulate/engine/transfers.py`) makes the bars. `hydra-tune simulate` (`cli/commands/simulate.py`) prints `to_json`, or shows
+the result by `table.py` and `plot.py`; people's programs get the result from `simulate`.
+
+The classes are frozen and must not import the pool, torch or numpy. The simulator counts, and the properties here only
+combine its counts.
 """
 
 from dataclasses import asdict, dataclass
@@ -34,12 +38,12 @@ class DeviceOutcome:
 
     Args:
         name: name of the device.
-        units: shard units run, and steps of bursts.
+        units: shard units that ended, and steps of bursts.
         busy_seconds: seconds of compute, of units that ended.
         stall_seconds: seconds in which a unit waited for its bytes.
         utilisation: share of the makespan spent computing.
         loads: shards loaded.
-        bytes_in, bytes_out: bytes loaded; bytes of changed shards written back.
+        bytes_in, bytes_out: bytes loaded, boundary values included; bytes of changed shards written back.
     """
 
     name: str
@@ -59,8 +63,8 @@ class SimulationResult:
     Args:
         policy: the deciding policy.
         makespan_seconds: from 0 to the end of the last trial.
-        bound_seconds: lower bound on the makespan of every schedule, without transfers; None where devices differ or
-            have faults.
+        bound_seconds: lower bound on the makespan of every schedule, without transfers; None where devices differ in
+            speed, slow down or are lost.
         utilisation: of all devices together.
         units_run: shard units, and steps of bursts.
         units_saved: units that pruned trials did not run.
@@ -69,7 +73,7 @@ class SimulationResult:
         network_bytes: bytes that crossed between nodes.
         devices: figures of each.
         finished_seconds: end of each trial.
-        timeline: the first bars, as many as requested.
+        timeline: the first bars, at most as many as requested.
     """
 
     policy: str

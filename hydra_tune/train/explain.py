@@ -1,7 +1,8 @@
 """Explanations of torch's own errors for common mistakes of a task, with the argument at fault and a remedy.
 
 `Job` (`pool/job.py`) and `train_plain` (`train/loop/reference_loop.py`) call `explained` where they end with an error,
-so all ways of running trials give the same messages. The module knows nothing of jobs.
+so all ways of running trials give the same messages. The module knows nothing of jobs, and must not know the pool or the
+scheduler.
 """
 
 import re
@@ -56,8 +57,9 @@ _ALL = (
 def explained(error: BaseException | None) -> BaseException | None:
     """Return an error with a remedy, caused by the given error, if the error is of a known kind; else the error itself.
 
-    The traceback of an error of the user's code begins at the user's first frame: the frames above say how a pool runs a
-    unit, and hid the user's own lines. An error without a frame of the user's keeps all frames.
+    An error of hydra-tune stays as it is. The given error's traceback changes in place, and begins at the user's first
+    frame: the frames above say how a pool runs a unit, and hid the user's own lines. An error without a frame of the user's
+    keeps all frames.
     """
     if error is None or isinstance(error, HydraTuneError):
         return error

@@ -2,7 +2,7 @@
 
 People import `start_pools` from `hydra_tune_ray` and call the function before a search; `trainable` (`trainable.py`)
 does so unless given `pools=`, and `sweep.py` before each sweep on a cluster. `PoolCallback` (`callback.py`) ends trials
-through `Pools`. The module must not import torch.
+through `Pools`, which `pools_of` finds from a trainable class. The module must not import torch: the pools alone need torch.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _KEPT: dict[str, "Pools"] = {}
 
 
 class Pools:
-    """Handle of the pools on a cluster's nodes. Made by `start_pools`.
+    """Handle of the pools on a cluster's nodes. Made by `start_pools` and `pools_of`, and by reading a pickle.
 
     A pickle holds only the name: Ray stores a search together with its callbacks, and may restore the search after the
     pools, or the whole cluster, are gone.
@@ -103,7 +103,11 @@ class Pools:
         ray.kill(directory)
 
     def end_trial(self, trial_id: str) -> None:
-        """Make every pool drop a trial of Ray; does not wait."""
+        """Make every pool drop a trial of Ray; does not wait.
+
+        Raises:
+            PoolError: the directory is gone, or of another version of hydra-tune.
+        """
         self.directory.end_trial.remote(trial_id)
 
     def __enter__(self) -> Self:
@@ -149,7 +153,7 @@ def start_pools(
         The pools; a context manager that closes them.
 
     Raises:
-        ConfigError: an option that makes no sense; or no node has such devices.
+        ConfigError: an option that makes no sense; no node has such devices; or pools of this name have other options.
         BuildPickleError: an option that cannot be sent to a pool.
         PoolError: a pool has not started in time; or pools of this name run another version of hydra-tune.
     """

@@ -1,7 +1,8 @@
 """Checks a sweep as far as that is possible without training, and describes what would run.
 
-`cli/commands/check.py` calls `run_check` for `hydra-tune check`, once the sweep file is read. The check creates no
-storage, no log and no folder. Its steps follow `run_sweep` (`cli/run/sweep_run.py`), up to the open devices.
+`cli/commands/check.py` calls `run_check` for `hydra-tune check`, once the sweep file is read. The check must train nothing,
+and create no storage, no log and no folder. Its steps follow `run_sweep` (`cli/run/sweep_run.py`), up to the open devices:
+the check imports the user's module, builds one task where the sweep file has the parameters, and opens the devices.
 """
 
 import json
@@ -33,7 +34,7 @@ def run_check(spec: SweepSpec, *, as_json: bool) -> int:
 
     Args:
         spec: the sweep.
-        as_json: one JSON object on standard output, and nothing else.
+        as_json: one JSON object on standard output, and nothing else; nothing at all there after an error.
 
     Returns:
         The exit code of the program.

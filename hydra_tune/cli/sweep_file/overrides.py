@@ -1,7 +1,7 @@
 """`--set NAME=VALUE`: overrides fixed parameters of a sweep file on the command line.
 
 `cli/commands/sweep.py`, `cli/commands/plan.py` and `cli/commands/check.py` declare the option by `set_option`, and
-apply its values by `with_settings` right after the file is read.
+apply its values by `with_settings` right after the file is read. The module must not know tuners or load torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping

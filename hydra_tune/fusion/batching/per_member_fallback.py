@@ -2,6 +2,7 @@
 
 `StackedGraph` (`batched_graph.py`) calls `apart` at each run of a node for which neither a rule nor `torch.vmap` works, of
 a random operator that takes no generator, and of recurrent layers in low precision for which torch has a kernel of their own.
+The module must not know trials, groups or pools.
 """
 
 from collections.abc import Callable, Sequence

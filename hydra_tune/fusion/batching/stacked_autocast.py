@@ -2,10 +2,13 @@
 
 Autocast acts by operator, and a stacked form may be another operator: `torch.vmap` turns a distance into products, and
 lets autocast see the products. So the operands of a member's operator are cast first, and the stacked form runs without
-autocast. Autocast itself tells what is cast: the operator runs on tensors without bytes, of a single member, once for each
-kind of operands in a process. An operator that autocast does not know, but that torch composes of operators which autocast
-may know, runs under autocast. `StackedGraph` (`batched_graph.py`) prepares the operands of each node, and checks the dtypes
-of results.
+autocast. Autocast itself tells what is cast: a probe runs the operator on tensors without bytes, of a single member, and
+`_FOUND` keeps the answer for each kind of operands in a process. An operator that autocast does not know, but that torch
+composes of operators which autocast may know, runs under autocast; so does an operator with results that no casts of the
+operands explain. `StackedGraph` (`batched_graph.py`) prepares the operands of each node, and checks the dtypes of results.
+The module must not know trials, groups or pools.
+
+Note: `_FOUND` has no lock: threads that probe the same operator at once find the same answer.
 """
 
 from collections.abc import Sequence

@@ -4,6 +4,8 @@ The planner keeps, swaps and recomputes whole storages, so every pass has to kno
 fake tensors shows aliasing that operator schemas do not declare. `planner/trace/step_graph.py` runs graphs here while a
 step is traced, and `planner/profile/output_layouts.py` again where a device lays results out otherwise.
 `planner/profile/profiler.py` and `planner/passes/graph_rewrite.py` ask which arguments a node overwrites.
+`planner/profile/profiling_interpreter.py` compares layouts, and `planner/trace/grad_clip_graph.py` reads `StorageView`. The
+module must not know devices, clocks or how a plan is found.
 
 Note: gate. `seen` runs operators under a fake mode, so its caller holds `GATE` (`shard/capture/capture_lock.py`) alone.
 """
@@ -55,11 +57,14 @@ class StorageView:
 
 @dataclass(frozen=True, slots=True)
 class StorageAccessTable:
-    """Findings of the run, by node name; a storage bears the name of the node that makes it.
+    """Findings of the run, by node name.
+
+    A storage bears the name of the node that makes the storage, followed by the number of the result where the node has
+    several tensors.
 
     Attributes:
         storages: storages of a node's results.
-        makes: new storages among the results.
+        makes: new storages among the results; of an input, the input's own storage unless seen before.
         reads: storages of a node's arguments.
         writes: storages of the arguments that a node overwrites.
         sizes: bytes of each storage.

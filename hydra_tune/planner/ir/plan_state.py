@@ -4,7 +4,10 @@ A single state covers both segments of a pair, because a decision for a sub-arra
 segment gives a map away, and the backward in the other gets the map back.
 
 `Planner` (`planner/search/portfolio.py`) starts each plan from an undecided `SubArraySchedule`. The passes
-(`planner/passes/swap_recompute.py`) then add decisions, and `lowering.py` turns the decisions into instructions.
+(`swap_recompute.py`, `min_cut.py` and `double_swap.py` in `planner/passes/`) then add decisions, and `lowering.py` turns the
+decisions into instructions. `verify.py`, `planner/cost/` and `planner/run/runner.py` read a schedule, and planned units
+(`planned_executor.py` and `paired_unit.py` in `fusion/runtime/`) name graphs by `ScheduleSegment`. The module must not know
+devices, clocks or how a plan is found.
 
 Note: ownership. Decisions and candidates change in place, though a schedule is frozen. A pass changes only a schedule
 from `SubArraySchedule.copy`, because several plans start from the same schedule.
@@ -15,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from hydra_tune.planner.ir.step_profile import FeatureMap, SubArrayProfile
 
-# A picosecond, the unit of a sequence's clock (`instructions.py`): a smaller rest comes from rounding.
+# A picosecond, the unit of a sequence's clock (`instructions.py`): a smaller rest of seconds comes from rounding.
 _EPSILON = 1e-12
 
 
@@ -198,7 +201,7 @@ class SubArraySchedule:
         return retimed_schedule
 
     def multiplexed(self, segment: ScheduleSegment) -> dict[int, int] | None:
-        """Rank of each backward operator with a slot -> number of forward operators that have run by then.
+        """Rank of each backward operator with a slot -> number of forward operators that have run when the operator begins.
 
         None where the forward has too few operators to fill the slots.
         """

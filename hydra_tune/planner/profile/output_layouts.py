@@ -2,12 +2,13 @@
 
 On channels-last images, for instance, torch's `hardtanh_backward` keeps the strides when traced without bytes, and
 gives contiguous strides on a CPU. A plan reads bytes that come back from the host by their traced strides, and the
-operators behind are traced on the same strides. So a traced step runs once on the device. Where a result lies
-otherwise, the storages of the step's nodes are found again with the device's layout. `StepPlanner`
+operators behind are traced on the same strides. So a traced step runs on the device. Where a result lies
+otherwise, the storages of the step's nodes are found again with the device's layout, and the step runs once more. `StepPlanner`
 (`fusion/runtime/step_planner.py`) and `TaskProfileCache` (`fusion/runtime/task_profiles.py`) call `as_laid_out` right
 after tracing a step.
 
-Note: gate. `as_laid_out` takes `GATE` itself, shared to compute and alone to trace, so the caller must be outside.
+Note: gate. `as_laid_out` takes `GATE` itself, shared to compute and alone to trace, so the caller must be outside. The module
+must not know plans.
 """
 
 from dataclasses import replace

@@ -2,19 +2,25 @@
 
 The paper has a single way, a greedy choice over all partitions (§3.2, step 5). The greedy choice is fragile: times of a
 few microseconds flip the result, and the choice can miss a limit that a simpler plan meets. So the greedy choice is one
-of several plans, and the same passes simulate every plan:
+of several plans, and the same models of time and memory judge every plan:
 
-* `fits, one after another`: sub-arrays as large as fit with everything kept, each run alone (as HFTA does);
-* `full fusion`: all trials in a single sub-array, with swaps and recomputations (Capuchin on HFTA);
-* for all sub-arrays and pairs of a partition: `kept`, `no interleaving`, `swaps alone`, `recomputations alone`, `min-cut`
-  (recomputations by a minimum cut with a budget), and `interleaved`, the paper's way;
+* `fits, one after another`: sub-arrays as large as fit with everything kept, each run alone (as HFTA does); single
+  trials where none fits;
+* `full fusion`: all trials in a single sub-array, in the best of the ways below (Capuchin on HFTA);
+* for the fastest partition among the sub-arrays and pairs that the search has planned: `kept`, `no interleaving`, `swaps
+  alone`, `recomputations alone`, `min-cut` (recomputations by a minimum cut with a budget), and `interleaved`, the paper's
+  way;
 * `each pair's best` of these ways.
 
 Sub-arrays that do not run are not on the device: their static tensors are spilled. The predicted times do not include
 the time to spill and load static tensors.
 
 `StepPlanner` (`fusion/runtime/step_planner.py`) plans the ways of a group, or of two groups in turn, before their
-planned steps run; `figures.py` plans a whole portfolio for `hydra-tune plan --profile`.
+planned steps run, and once more after a measured step has corrected the profiles. `figures.py` plans a whole portfolio for
+`hydra-tune plan --profile`. `autotune.py` compares parts of plans.
+
+Note: a `Planner` has no lock, and belongs to the thread that made the `Planner`. The module must not know groups or devices:
+steps are counts and profiles here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +118,7 @@ class Portfolio:
         """The fastest plan that fits.
 
         Raises:
-            BudgetError: no plan fits; `enough_bytes` is the least memory with which a plan would.
+            BudgetError: no plan fits; `enough_bytes` is the memory with which the smallest of the plans would.
         """
         if self.members[0].fits:
             return self.members[0]
@@ -128,7 +134,7 @@ class Portfolio:
 
 
 def limit_for(peak_bytes: int) -> int:
-    """Return the smallest memory limit under which a plan with this peak leaves `MARGIN` free."""
+    """Return a memory limit, about a byte above the smallest, under which a plan with this peak leaves `MARGIN` free."""
     return ceil(peak_bytes / (1 - MARGIN)) + 1  # and a byte for the rounding of the limit's share
 
 
@@ -203,11 +209,11 @@ class Planner:
         return self._arrays[size]
 
     def _paired(self, num_trials: int, others: Sequence[PortfolioPlan]) -> list[PortfolioPlan]:
-        """Return the best plan of each way, over the partitions that may be faster than the known plans."""
+        """Return the best plan of each way, and of the best ways, over partitions that may be faster than the known plans."""
         search = PartitionSearch(num_trials, self._at_least)
         search.below = min((one.seconds for one in others if one.fits), default=inf)
         halves = ((num_trials + 1) // 2, num_trials // 2)
-        part: Part | None = halves  # planned in any case, for people to compare with
+        part: Part | None = halves  # planned even if the search would not, for people to compare with
         if num_trials > 1:  # not a partition, but full fusion
             full = next((one for one in others if len(one.parts) == 1), None)
             search.refused((num_trials,), 1.0 if full is None else min(1.0, self._limit / full.peak_bytes))

@@ -1,8 +1,12 @@
 """`PoolRecorder`: records the events, decisions and units of a running pool, for `hydra_tune.simulate.recorded.recording`.
 
-`JobDispatcher` (`dispatcher.py`) records each decision, and `Worker` (`worker.py`) each unit, if the executor has
-`record=True`; `Pool.recording` (`pool/pool.py`) returns the recording on request. A recording keeps numbers and names
-only, and must keep no tensor alive.
+`ExecutorSettings.open_pool` (`settings.py`) makes the recorder if the executor has `record=True`. `JobDispatcher`
+(`dispatcher.py`) then records each decision and each release of an ended job's memory, and `Worker` (`worker.py`) the work
+for each command. `Pool.recording` (`pool/pool.py`) returns the recording on request. The recorder keeps numbers, names, and
+the scheduler's events and commands, and must keep no block or trial alive.
+
+Note: locks. The recorder has no lock of its own: `decided` and `recording` run under the pool's lock, `turn` and `release` on
+any thread without a lock.
 """
 
 from collections.abc import Iterator, Sequence

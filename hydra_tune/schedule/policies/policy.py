@@ -1,17 +1,19 @@
 """`Policy`: chooses which job an idle device works on next.
 
 The scheduler (`schedule/machine.py`) asks the policy for each unit of a job that has no other running unit, when the
-device is free and not earlier: bytes may have been prefetched, but no choice was made. `NextJobPredictor`
+device is free and not earlier: bytes may have been prefetched, but no choice was made. Only a selection with `bound_to`
+(`early.py`) chooses earlier. `NextJobPredictor`
 (`schedule/ahead.py`) asks selections of its own, for predictions that bind nobody. The policy sees only `JobView` objects
-and names of devices, so the same policy can drive a real pool and a simulated one.
+and names and speeds of devices, so the same policy can drive a real pool and a simulated one.
 
 Note: two ways to write a policy. `Policy` is a single method that receives every eligible job on each call. A single
 method is enough for a few hundred jobs, and states the rule most clearly. `IncrementalPolicy` makes a `Selection`. A
 selection hears of each job that becomes eligible or ceases to be, and so can keep the jobs in order: the cost of a
 choice need not grow with the number of jobs. All policies of this package are incremental, and offer `choose`, too.
 
-Note: priorities. A policy never sees a job of lower priority while a job of higher priority is eligible
-(`schedule/levels.py`), so no policy needs to look at priorities.
+Note: priorities. `PriorityLevels` never asks for a job of lower priority while a job of higher priority is eligible, as
+each level has a selection of its own (`schedule/levels.py`), so no policy needs to look at priorities. A policy must not
+know devices' memory or blocks.
 """
 
 from abc import ABC, abstractmethod

@@ -6,10 +6,12 @@ other threads run other kernels, which round differently. Captures therefore run
 trial's own code or a shard unit, passes the gate shared, and a capture passes the gate exclusively.
 
 `captured_graph` (`shard/partition/trial_step.py`) takes the gate exclusively for each capture, and so do `PlanLibrary`
-(`shard/partition/plan_cache.py`) for the measured run of a whole step, and the traces of `fusion/` and `planner/`. The
-units of a batch (`train/loop/batch_units.py`) and a trial's own code between units (`train/trial.py`) take the gate
-shared. `MemberTrial.peek` (`fusion/group/member.py`) draws a batch alone, and so can tell its own changes from those of
-others.
+(`shard/partition/plan_cache.py`) for the measured run of a whole step, the traces of `fusion/` and `planner/`, and `packed`
+(`train/data/worker_parts.py`) for moving data to shared memory. The units of a batch (`train/loop/batch_units.py`) and a
+trial's own code between units (`train/trial.py`) take the gate shared. `MemberTrial.peek` (`fusion/group/member.py`) draws a
+batch alone, and so can tell its own changes from those of others; `undisturbed` (`shard/verify/process_state.py`) keeps others
+out of a plan check where the step reaches state that other trials share. Bursts (`train/loop/burst.py`) and user-written loops
+(`train/own_loop/loop_trial.py`) end a turn early if `is_wanted`.
 
 Note: a thread inside the gate waits for nothing that a capture may hold, such as the lock of a `PlanLibrary`, except
 inside `left`; otherwise the capture and the thread would wait for each other for ever.
@@ -41,9 +43,11 @@ def _part_modes_of_threads() -> None:
 
 
 class CaptureGate:
-    """A lock shared by many threads or held by a single thread; a thread that waits for exclusive access goes first.
+    """A lock shared by many threads or held by a single thread; a thread that waits for `exclusive` or `alone` goes first.
 
-    A thread inside `shared` may enter `shared` or `alone`, which are no more than the `shared` it is in, but not `exclusive`.
+    A thread inside `shared` may enter `shared` or `alone`, which add nothing to the present `shared`, but not `exclusive`. A
+    thread inside `alone` may enter `exclusive`, too, and is outside the gate while the thread waits there. A thread inside
+    `exclusive` must not enter the gate again.
     """
 
     def __init__(self) -> None:
@@ -58,7 +62,7 @@ class CaptureGate:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a capture waits for computations to end."""
+        """Whether a thread waits for computations to end, for a capture or to be alone."""
         return self._waiting > 0
 
     def forget(self, thread: int) -> None:
@@ -113,7 +117,7 @@ class CaptureGate:
 
     @contextmanager
     def alone(self, most_seconds: float = _MOST_SECONDS_ALONE) -> Iterator[Callable[[], bool]]:
-        """Context as of `shared` that keeps others out, but for no longer than `most_seconds`.
+        """Context as of `shared` that begins once nobody else is inside, and keeps others out for at most `most_seconds`.
 
         Yields:
             A function that says whether the thread has been alone so far.

@@ -2,14 +2,16 @@
 
 Equal keys must mean equal graphs. The key therefore holds the values that a capture could bake in: classes and code by
 identity and value (an edited class is another class), plain attributes, closures and referenced globals, shapes, and
-names with a common tensor. A function that stands in a module of an installed package counts by its code alone, without
-its closure, and an attribute that is a Python module by its name alone. `key_of` (`shard/partition/plan_request.py`) and
-`MemberTrial` (`fusion/group/member.py`) therefore add the digest of a `PythonStateGuard`, which follows more of the user's
-values. A model with an object that has no key is captured afresh.
+names with a common tensor. A function that stands in a module of an installed package counts by its name and code
+alone, without its closure, and an attribute that is a Python module by its name alone. `key_of`
+(`shard/partition/plan_request.py`) and `MemberTrial` (`fusion/group/member.py`) therefore add the digest of a
+`PythonStateGuard`, which follows more of the user's values. A model with an object that has no key is captured afresh.
 
 `key_of` makes the key at each request for a plan, `fusion/matching/fusion_key.py` once a trial that may join a group is
-built, and `pool/dry_run/report.py` for each trial of a forecast. `shard/cost/update_pilot.py` keeps its measurements by
-`optimizer_key`.
+built, and `pool/dry_run/report.py` for each trial of a forecast. `MemberTrial` makes a key of a member's model, too.
+`shard/cost/update_pilot.py` keeps its measurements by `optimizer_key`, and the keys of plans contain the result.
+
+A key lives as long as a plan, and must not hold a tensor. The module must not know budgets or cuts.
 
 Example: two trials that differ only in the learning rate have the same key. Another hidden size gives another key, and so
 does an edited helper function that the model's forward calls.
@@ -78,9 +80,10 @@ def architecture_key(task: TrainTask, model: nn.Module) -> Hashable | None:
 
 
 def optimizer_key(optimizer: torch.optim.Optimizer) -> Hashable:
-    """Properties of an optimizer that decide its state and temporaries: class, group sizes and switches.
+    """Properties of an optimizer that decide its state and temporaries: class, group sizes and settings.
 
-    Of a rate, only whether the rate is 0 counts. An integer counts by value, because an integer may be a size.
+    Of a rate, only whether the rate is 0 counts. An integer counts by value, because an integer may be a size;
+    so do a text and None.
     """
     groups = tuple(
         tuple(sorted((key, type(value).__name__, _switch(value)) for key, value in group.items() if key != "params"))
@@ -144,7 +147,7 @@ def _class(kind: type, seen: dict[int, int], depth: int) -> Hashable:
 
 
 def _class_code(kind: type, seen: dict[int, int], depth: int) -> Hashable:
-    """Methods of a user's class: the identity of the class alone would miss an edited helper called by the methods."""
+    """Methods and constants of a user's classes: the class's identity would miss an edited helper called by the methods."""
     # Special methods count, as code; special values such as `__doc__` and `__module__` do not.
     members = (
         (base, name, member)
@@ -282,7 +285,10 @@ def _function(value: Any, seen: dict[int, int], depth: int) -> Hashable:
 
 
 def _python_module(module: types.ModuleType, code: types.CodeType, seen: dict[int, int], depth: int) -> Hashable:
-    """A module named by code: of the user's own, with the values that the code names there."""
+    """A module named by code: an installed module by its name, a user's own module with the values that the code names there.
+
+    `os` counts with the environment where the code reads the environment.
+    """
     names = mentioned_names(code)
     if module is os and not names.isdisjoint({"environ", "getenv"}):
         return ("module", "os", frozenset(os.environ.items()))

@@ -5,11 +5,14 @@ device; and a batch that does not fit at all may fit in pieces. The price is mor
 rows. For each tried number, the step is cut as for training, packed anew where the pool may choose the cuts
 (`shard/partition/shard_size_search.py`), and simulated (`traffic_model.py`). `train/loop/microbatch_choice.py` calls
 `choose_count` on the first batch of a trial with `split_batches="auto"`, unless a similar trial has chosen before.
+`step_estimate.py` makes the `StepCostEstimate`, and `PlanLibrary` (`shard/partition/plan_cache.py`) keeps the choices.
+`microbatches.py` and `partition_planner.py` ask `whole_batch_layer`, and `SingleTrial` asks `divisors`. The module must not
+know the pager.
 
-Note: the rule. The numbers are divisors of the batch size, so that all pieces are equal and share a plan. Batches stay
-whole unless a whole batch does not fit, or a step in pieces is expected to be clearly shorter. Then the number with the
-shortest step is taken, or the smallest of about equal numbers. Where units and copies cannot be compared (on GPUs, or
-for a model that runs whole), the bytes moved by a step stand for its seconds.
+Note: the rule. The numbers are divisors of the batch size, so that all pieces are equal and share a plan. The
+fewest pieces that fit are taken, a whole batch first, unless a step in more pieces is expected to be clearly shorter. Then
+the number with the shortest step is taken, or the smallest of about equal numbers. Where units and copies cannot be
+compared (on GPUs, or for a model that runs whole), the bytes moved by a step stand for its seconds.
 
 Note: no clock. The number is part of the computation, because another number rounds sums in another order. The choice
 therefore uses the pilot and the estimates of `compute_estimate.py` and `devices/hardware/link.py`, equal on each run,
@@ -28,9 +31,9 @@ from torch import nn
 from hydra_tune.quantities import format_bytes, format_short_seconds
 
 _NEAR = 1.03  # within this factor of the shortest step, fewer pieces are better
-_WORTH = 0.9  # share of the step in the fewest pieces that fit; the fewest stay unless a number is below
-_APART = 2  # least ratio of each tried number to the number before
-_PATIENCE = 2  # numbers in a row without improvement before larger numbers are given up
+_WORTH = 0.9  # share of the time in the fewest pieces that fit, which another number must not exceed
+_APART = 2  # least ratio of a tried number to the number before; not of the last divisor, nor in the bisection
+_PATIENCE = 2  # numbers in a row without clear improvement before larger numbers are given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

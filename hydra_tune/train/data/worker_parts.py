@@ -1,14 +1,18 @@
 """Transfer of a loader's parts, such as the dataset, to worker processes in the present state.
 
-`ready` (`loader_workers.py`) packs the parts of a loader before the workers of a pass start.
+`ready` (`loader_workers.py`) packs the parts of a loader before the workers of a pass start. Pickling a
+`LoaderWorkerPayload` for a starting worker sends the part, and the worker unpacks the part as the worker reads the pickle.
+The module must not know models, steps or the pool's devices.
 
-Note: large data. Tensors move to shared memory once, the program's own tensors included. Numpy arrays are copied once
-per pass to a file in memory. Each worker maps both privately: a write by a worker changes neither the program's data
-nor another worker's data, as after a fork. Tensors in memory that the program itself shares, such as a cache for all
-workers, stay shared. An array mapped from a file is mapped again in the worker.
+Note: large data, from a mebibyte on. Plain CPU tensors move to shared memory once, the program's own tensors included. Numpy
+arrays are copied once per pass to a file in memory. Each worker maps both privately: a write by a worker changes neither the
+program's data nor another worker's data, as after a fork. Tensors in memory that the program itself shares, such as a cache
+for all workers, stay shared. An array mapped from a file is mapped again in the worker.
 
 Note: forks by the program. A tensor never leaves shared memory again, so workers that the program forks later write
 into the program's tensor.
+
+Note: locks. `packed` takes the capture gate (`GATE.exclusive`) for a move to shared memory, so no caller may hold the gate.
 """
 
 import io

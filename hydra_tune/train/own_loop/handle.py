@@ -32,7 +32,7 @@ class LoopReport:
 
 
 class LoopHost(Protocol):
-    """The side of a loop that runs it."""
+    """The side that runs a loop."""
 
     @property
     def device(self) -> torch.device:
@@ -88,7 +88,7 @@ class Loop:
 
     @property
     def start_step(self) -> int:
-        """Calls of `step()` that the loop made before it was interrupted; 0 for a loop that begins.
+        """Calls of `step()` that the loop made before the point from which the loop resumes; 0 for a loop that begins.
 
         Raises:
             TaskError: before `register`, which restores the interrupted state.
@@ -131,7 +131,7 @@ class Loop:
 
         Raises:
             TaskError: nothing is registered.
-            LoopEnded: the trial has been pruned or cancelled; let it pass.
+            LoopEnded: the trial has been pruned or cancelled; let the exception pass.
         """
         self._check("loop.step()")
         if self._registered is not None:

@@ -4,7 +4,8 @@ Trials that advance together end together. A pruner that compares with *complete
 until the first trials end; where all trials of a search advance together, such a pruner never ends any. So such a search
 is staggered (`choose_admission`), unless the executor's `admission=` decides, or the search has several objectives or fewer
 than two trials for each device. The module counts trials, and drives nothing. `PoolStudy.optimize` (`pool_study.py`) asks
-before each search, and `run_sweep` (`sweep.py`) before each sweep of the command line. During a search `OptimizeDriver`
+`choose_admission` and `useless_pruner` before each search, and `run_sweep` (`sweep.py`) before each sweep of the command
+line. During a search `OptimizeDriver`
 (`driver.py`) applies the chosen `RunAheadRule` to each report of a trial that runs alone and has steps left. The thread
 that runs the search makes all these calls. Of devices the module must know only names and number.
 
@@ -184,7 +185,7 @@ def useless_pruner(
 ) -> str | None:
     """Explain why the study's pruner cannot end any trial of a search, with remedies; None if the pruner can.
 
-    None also for a pruner that is useless at any width, and where the number of trials is not known.
+    None also for a pruner that is useless at any width, for several objectives, and where the number of trials is not known.
 
     Args:
         study: has the pruner and the trials completed before.

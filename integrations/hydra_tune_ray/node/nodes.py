@@ -1,7 +1,8 @@
 """Finds the cluster's nodes with devices, and the share of each node that its pool takes.
 
 `start_pools` (`pools.py`) looks for devices before any pool starts, and `PoolDirectory` (`pool_directory.py`) lists the
-nodes anew every two seconds, in a worker thread, because Ray may not answer.
+nodes and the draining nodes anew every two seconds, in a worker thread, because Ray may not answer. The module must not
+import Ray Tune or torch.
 """
 
 import re
