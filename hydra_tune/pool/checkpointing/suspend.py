@@ -1,10 +1,11 @@
-"""Suspension of jobs for a later session: each job is saved after its present step, and then ended.
+"""Suspension of jobs for a later session: each running job is saved after its present step, and each job is cancelled.
 
 `HydraExecutor.suspend` (`executor.py`) suspends jobs here when a driver asks, and when Ctrl-C or SIGTERM ends `run` or
-the executor's `with` block.
+the executor's `with` block. With an isolated pool, `isolation/child.py` calls `HydraExecutor.suspend` in the pool's process.
 
 Note: hanging jobs. A job that hangs, in its data or its model, must not keep other jobs from being saved. So all jobs
-are asked first. A job that has answered is ended at once, and leaves its device to the rest.
+are asked first. A job that has answered is cancelled at the next look, and leaves its device to the rest. The caller's
+thread waits here, and must not hold the pool's lock. The module must not know the format of checkpoints.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ class JobSaver(Protocol):
 
 
 def suspend(pool: JobSaver, jobs: Iterable[Job], seconds: float) -> None:
-    """Save and cancel jobs, without waiting for running units to end.
+    """Save and cancel jobs, without waiting for units that still run at the end.
 
     Args:
         pool: the pool of the jobs, with a folder for checkpoints.
