@@ -31,6 +31,9 @@ class RandomWorkload:
             x.
         burst_seconds: seconds of steps that run as one unit, for trials of one shard that fit their devices and run
             their own code. 0: each step is a unit.
+
+    Raises:
+        ConfigError: a number out of its range, or bursts of trials with several shards.
     """
 
     num_trials: int

@@ -1,4 +1,4 @@
-"""Suspension of jobs for a later session: each running job is saved after its present step, and each job is cancelled.
+"""Suspension of jobs for a later session: each begun job is saved after its present step, if possible, and then cancelled.
 
 `HydraExecutor.suspend` (`executor.py`) suspends jobs here when a driver asks, and when Ctrl-C or SIGTERM ends `run` or
 the executor's `with` block. With an isolated pool, `isolation/child.py` calls `HydraExecutor.suspend` in the pool's process.
@@ -27,10 +27,18 @@ class JobSaver(Protocol):
     """Owner of jobs that can be saved: a `Pool` or a `FusedPool`."""
 
     def ask_to_save(self, job: Job) -> "Future[Path]":
-        """Request a checkpoint at the end of the job's present step."""
+        """Request a checkpoint at the end of the job's present step.
+
+        Raises:
+            CheckpointError: the job cannot be saved.
+        """
 
     def answer(self, job: Job, waiting_for: "Future[Any] | None" = None) -> None:
-        """Serve a pending request now, if the job stands between two steps."""
+        """Serve a pending request now, if the job stands between two steps.
+
+        Raises:
+            CheckpointError: the job is paused within a step.
+        """
 
 
 def suspend(pool: JobSaver, jobs: Iterable[Job], seconds: float) -> None:
@@ -42,7 +50,7 @@ def suspend(pool: JobSaver, jobs: Iterable[Job], seconds: float) -> None:
         seconds: the longest wait; a job not saved by then is cancelled, and keeps its earlier checkpoints.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C during the wait; all jobs are cancelled, as after any other error.
+        KeyboardInterrupt, Terminated: Ctrl-C or SIGTERM during the wait; all jobs are cancelled, as after any other error.
     """
     deadline = time.monotonic() + seconds
     jobs = [job for job in jobs if job.state not in OVER]

@@ -4,8 +4,9 @@ Torch's operators on CPU, the functions of `random` and the functions of `numpy.
 calling thread (`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code draws from the trial's
 streams without a turn, and no other thread draws from or seeds the streams meanwhile. Functions of `numpy.random` alone
 take a lock that all threads share, for the length of a call. Threads started by the code draw from the process's
-streams. Each GPU has a default generator of its own: a unit that draws there takes the generator's turn and sets the
-trial's position. Unless the unit is a recompute, the unit reads the position again at its end.
+streams, and so do functions of `random` held where `own_python.py` cannot replace functions. Each GPU has a default
+generator of its own: a unit that draws there takes the generator's turn and sets the trial's position. Unless the unit is
+a recompute, the unit reads the position again at its end.
 
 `Trial` (`train/trial.py`) makes the streams from the task's seed. `Trial` and its subclasses enter the streams around each
 call of the trial's own code, and bursts (`train/loop/burst.py`) for their whole length. `BatchUnits`

@@ -280,7 +280,7 @@ class OptimizeDriver:
                 self._taken_up.add(optuna_internals.trial_id(trial))
                 steps = resumable.checkpoint.steps
                 _logger.info("Trial %d goes on from its checkpoint after %d optimizer steps.", trial.number, steps)
-        # Noted before any of the user's code runs, so that an interrupt in it finds the trial.
+        # Noted before the objective runs, so that an interrupt in the objective finds the trial.
         self._untold[optuna_internals.trial_id(trial)] = trial
         self._heartbeat.add(optuna_internals.trial_id(trial))
         try:

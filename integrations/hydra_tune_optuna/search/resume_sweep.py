@@ -1,7 +1,8 @@
 """Resumes a sweep in its own folder: finds the trials to resume, and restores the sampler's random streams.
 
-`resume_study` decides the ownership of running trials. `run_sweep` (`sweep.py`) calls `keep_sampler` and `going_on`
-once the study is open, before the search begins. `going_on` must claim no trial: the search does (`StudyResumer.begin`).
+`resume_study` decides the ownership of running trials. `run_sweep` (`sweep.py`) calls `keep_sampler`, if the sweep has a
+folder, and `going_on` once the study is open, before the search begins. `going_on` must claim no trial: the search does
+(`StudyResumer.begin`).
 """
 
 from typing import Any
