@@ -1,7 +1,8 @@
 """Algorithm A: the seconds and memory of each node of a step's graph, and the seconds of each feature map's copies.
 
 `StepPlanner` (`fusion/runtime/step_planner.py`) has each step profiled before the first plan of the step;
-`pool/dry_run/step_profiles.py` has steps profiled for `hydra-tune plan --profile`. `fusion/runtime/step_planner.py`
+`pool/dry_run/step_profiles.py` has steps profiled for `HydraExecutor.plan(profile=...)` and `hydra-tune plan --profile`.
+`step_profiles.py` hands the profiler to `TaskProfileCache` (`fusion/runtime/task_profiles.py`). `step_planner.py`
 borrows the device, shares `GATE` (`shard/capture/capture_lock.py`) and computes with a single thread meanwhile: the
 profiler does none of these. `output_layouts.py` borrows `array_of` and `CpuClock`. The module must not know plans.
 
