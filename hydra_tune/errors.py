@@ -1,7 +1,7 @@
 """The errors that hydra-tune raises on purpose for people to see, and helpers that word messages.
 
-Each message says what failed, then expected against found values (with units), then the remedy. All packages import the
-module, and the module must not import any of the packages. People import `HydraTuneError` and `TrialsFailed` from
+A message says what failed, then, where known, expected against found values (with units) and the remedy. All packages
+import the module, and the module must not import any of the packages. People import `HydraTuneError` and `TrialsFailed` from
 `hydra_tune`. Elsewhere are `Terminated` (`interrupts.py`), errors that never leave the package, and the errors of each
 integration (`errors.py` there).
 """
@@ -43,7 +43,7 @@ def with_hint(text: str, name: str, known: Iterable[str]) -> str:
 
 
 class TrialsFailed(HydraTuneError):  # noqa: N818 - it tells of trials, several of which may have completed
-    """Some of the trials of `HydraExecutor.run` have failed, and all trials have ended.
+    """At least one of the trials of `HydraExecutor.run` has failed, and all trials have ended.
 
     Args:
         results: of all tasks, in their order.
@@ -116,7 +116,10 @@ class BudgetError(HydraTuneError):
 
 
 class OutOfMemoryError(BudgetError):
-    """A device that ran out of memory in a unit within budget: at the unit's repeat, or at once without a repeat."""
+    """A device that ran out of memory in a unit within budget: at the unit's repeat, or at once without a repeat.
+
+    Also a planned step of a group that cannot run as planned: the pool then continues in smaller groups.
+    """
 
 
 class _PathError(HydraTuneError):
@@ -139,7 +142,7 @@ class SpillError(_PathError):
 
 
 class FileError(_PathError):
-    """A file of results that could not be written, read or understood."""
+    """A file outside `spill_dir` that could not be written, read or understood."""
 
 
 class LoaderTimeoutError(HydraTuneError, TimeoutError):
@@ -163,7 +166,7 @@ class TrialCrashedError(HydraTuneError):
         how: the way the process ended the last time.
 
     Attributes:
-        how: as given.
+        name, crashes, how: as given.
     """
 
     def __init__(self, name: str, crashes: int, how: str) -> None:
@@ -204,7 +207,7 @@ class BadLossError(HydraTuneError, ArithmeticError):
 
 
 class LoopEnded(BaseException):
-    """Raised in a loop of the user's own, at its mark, when its trial has been pruned or cancelled; let it pass.
+    """Raised in a loop of the user's own, at its mark, when its trial is over, e.g. pruned or cancelled; let the error pass.
 
     No `Exception`, so that a loop's own `except Exception` does not keep the trial from ending.
     """

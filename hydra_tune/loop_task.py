@@ -2,8 +2,9 @@
 
 The function gets a `Loop` (`train/own_loop/handle.py`), registers the objects to train, and marks the end of each unit of
 work. `HydraExecutor.loop` (`executor.py`) makes a `LoopTask`; people import `LoopTask` from `hydra_tune` to return the task
-from an Optuna objective. `LoopTrial` (`train/own_loop/loop_trial.py`) runs the function in a pool, and
-`train/own_loop/plain.py` runs the function for `train_plain`.
+from an Optuna objective. `Pool` (`pool/pool.py`) makes a `LoopTrial` (`train/own_loop/loop_trial.py`), which runs the
+function in a pool; `train/own_loop/plain.py` runs the function for `train_plain`. `HydraExecutor.profile` and
+`HydraExecutor.plan` call `refuse_loops`. The pool never fuses a loop or cuts a loop into shards.
 
 Note: a `LoopTask` is a `TrainTask` whose factories raise: code that reads a task must ask for the class before the factories.
 """
@@ -48,7 +49,7 @@ class LoopTask(TrainTask):
     `hydra_tune.train_plain` calls the function outside of a pool, with the same numbers.
 
     Args:
-        fn: `(loop) -> None`, the loop; runs in a thread of its own. `loop.register(...)` hands over what is trained,
+        fn: `(loop) -> None`, the loop; in a pool runs in a thread of its own. `loop.register(...)` hands over what is trained,
             `loop.step()` ends a unit, `loop.report(...)` reports. See docs/howto/loop.md.
         steps: calls of `loop.step()` to come in all, by which the scheduler knows the remaining time; `loop.register` may
             give the number instead. None: as many again as so far.

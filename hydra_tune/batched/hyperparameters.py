@@ -1,10 +1,11 @@
-"""`MemberRates`: the members' optimizer options, as floats where all members agree, and as tensors otherwise.
+"""`MemberRates`: the members' optimizer options, as a number for each member, or as tensors beside the stacked parameters.
 
 `BatchedOptimizer` (`batched_optimizer.py`) reads the options anew before each plain step, and `UpdateTracer`
-(`planner/trace/optimizer_graph.py`) before each planned step; `update_kernels.py` computes with the options.
+(`planner/trace/optimizer_graph.py`) before each traced and each planned step. `update_kernels.py` computes with the
+options, and chooses between a common float and tensors. The module must not know groups, trials or plans.
 
-Note: bits. An option that was once separate for the members must never become common again, because some operators round
-differently for a float than for a tensor.
+Note: bits. A steady option with which some members began differently must never count as begun alike again
+(`begins_alike`), because some operators round differently for a float than for a tensor.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 _MAX_REMEMBERED = 256
-"""Most remembered tensors of rates, and numbers made of them: schedules give new numbers at each step, not worth keeping."""
+"""Beyond so many, all remembered tensors of rates, or all made numbers, are dropped: schedules make new ones at each step."""
 
 
 _BETAS = {"beta1": 0, "beta2": 1}
@@ -36,7 +37,7 @@ def _flat(value: Any) -> tuple[Any, ...]:
 
 
 def _numbers(value: Any) -> Any:
-    """Replace tensors by their numbers, also within tuples."""
+    """Replace tensors of one element by their numbers, also within tuples."""
     if isinstance(value, tuple):
         return tuple(map(_numbers, value))
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -121,7 +122,7 @@ class MemberRates:
         return self.made(name, lambda: [_option(group, name) for group in self._groups])
 
     def made(self, key: Hashable, make: Callable[[], Sequence[float]]) -> tuple[float, ...]:
-        """Return numbers, one for each member, computed once per step and key."""
+        """Return numbers, one for each member, computed once per key until `read` finds changed options or too many keys."""
         numbers = self._made.get(key)
         if numbers is None:
             numbers = self._made[key] = tuple(make())

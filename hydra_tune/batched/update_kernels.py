@@ -3,13 +3,14 @@
 Every update takes parameters that lie contiguously in memory (`StackedParameterUpdate`) with their gradients, which
 the update overwrites. Every rate is either common to all members or separate for each member.
 
-`BatchedOptimizer` (`batched_optimizer.py`) runs these functions for each plain step of a fused group, and
-`UpdateTracer` (`planner/trace/optimizer_graph.py`) traces the same functions as nodes of a graph when a step is
-planned. The module must not know groups, trials or schedulers: rates arrive as numbers or tensors.
+`BatchedOptimizer` (`batched_optimizer.py`) runs these functions for each plain step of a fused group whose optimizers
+`is_stackable` accepts. `UpdateTracer` (`planner/trace/optimizer_graph.py`) traces the same functions as nodes of a graph
+when a step is planned, with subclasses of `StackedParameterUpdate`. The module must not know groups, trials, plans or
+schedulers: rates arrive as numbers or tensors.
 
 Note: bits. In float32 and float64 a common float and separate tensors round alike in plain products and sums only (`mul_`,
-`product_`, `add_`). Rates that change from step to step go through `numbers` and these operators, so that other members'
-rates never change a member's bits.
+`product_`, `add_`). Rates that torch's schedulers change go through `numbers` and these operators, or through `option`,
+which then gives tensors. So other members' rates never change a member's bits.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -80,12 +81,13 @@ class StackedParameterUpdate:
         return group_rates[0][0] if _are_all_one(group_rates) else self._beside(group_rates)
 
     def option(self, name: str, make: Callable[[float], float] = float) -> Numbers:
-        """Return the present value of an option that torch's schedulers leave alone, for any operator.
+        """Return the present value of an option, for any operator.
 
-        Some operators round differently for a float than for a tensor. So the result is a float only if all members
-        began with the same value, and active members still agree: members that rest or end must not change the operators
-        of the others. A traced step (`planner/trace/optimizer_graph.py`) keeps such a float as a constant, and refuses to
-        run once a scheduler of the user's own has changed the option.
+        Some operators round differently for a float than for a tensor. So the result is a float only if torch's schedulers
+        leave the option alone, all members began with the same value (`MemberRates.begins_alike`), and active members
+        still agree: members that rest or end must not change the operators of the others. A traced step
+        (`planner/trace/optimizer_graph.py`) keeps such a float as a constant, and refuses to run once a scheduler of the
+        user's own has changed the option.
         """
         group_rates = [
             self._of_active(rates.made((name, make), partial(_options, rates, name, make))) for rates in self._distinct
@@ -124,7 +126,7 @@ class StackedParameterUpdate:
         return entry
 
     def begun(self) -> list[bool]:
-        """Return whether each member's momentum has begun; active members with momentum begin now."""
+        """Return whether each member's momentum had begun before; active members with momentum begin now."""
         begun: list[bool] = list(self._states[0].get("begun", [False] * len(self._active)))
         if all(begun):
             return begun

@@ -1,9 +1,11 @@
-"""Life signs in a shared folder: each process has a separate file there, locked as long as the process lives.
+"""Life signs in a shared folder: each `LivenessFile` is a separate file there, locked until `close` or the process's end.
 
-The system releases a lock however a process ends, so an existing file without a lock belongs to a dead process. A
-process that ends in order removes the file, unless work is left for another process to continue. The module knows
-nothing of the work. `StudyResumer` (`integrations/hydra_tune_optuna/search/resume_study.py`) makes the file and looks
-for dead processes when a search with a `checkpoint_dir` begins, and closes the file when the search ends.
+The system releases a lock however a process ends, so an existing file without a lock has lost its owner. An owner that
+ends in order removes the file, unless work is left for another process to continue. A process forked from the owner
+keeps the lock, too, as long as the forked process lives. The module must not know the work, nor models, the pool or a
+tuner. `StudyResumer` (`integrations/hydra_tune_optuna/search/resume_study.py`) makes the file and looks for files of
+dead searches when a search with a `checkpoint_dir` begins, and closes the file when the search ends. `StudyResumer` claims
+trials inside `alone`, so that two searches never claim the same trial.
 """
 
 import contextlib
@@ -18,7 +20,7 @@ from hydra_tune.checkpoint.lock import LOCK, try_lock
 
 
 class LivenessFile:
-    """A file as a sign of a living process.
+    """A file as a sign of a living owner.
 
     Args:
         folder: folder for the files; created if missing.
@@ -27,7 +29,7 @@ class LivenessFile:
         name: name of the file, unique for all time.
 
     Raises:
-        FileError: the file cannot be created.
+        FileError: the folder or the file cannot be created, or the file system has no locks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,7 +39,7 @@ class LivenessFile:
         self._lock = _opened(folder / self.name, os.O_CREAT | os.O_EXCL)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-        except OSError as error:  # a file system without locks; an unlocked file would count as a dead process
+        except OSError as error:  # a file system without locks; an unlocked file would count as a dead owner's
             self.close(leaves=False)
             raise file_error("lock", folder / self.name, error) from error
 
@@ -57,12 +59,12 @@ class LivenessFile:
             if not leaves:
                 remove_file(self._folder / self.name)
         finally:
-            # Last: closing releases the lock, and an unlocked file that is still there would count as a dead process.
+            # Last: closing releases the lock, and an unlocked file that is still there counts as a dead owner's.
             os.close(lock)
 
 
 def has_died(folder: Path, name: str) -> bool:
-    """Whether the file's process is known to be dead; False for a missing file, which may belong to another folder.
+    """Whether the file's owner is known to have ended; False for a missing file, which may belong to another folder.
 
     Raises:
         FileError: the file cannot be opened, or the file system has no locks.
@@ -72,7 +74,7 @@ def has_died(folder: Path, name: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        # Free: the system has released the lock, because its process has ended. The test's own lock ends with `close`.
+        # Free: the owner has closed the file and left work, or its process has ended. The test's own lock ends with `close`.
         return try_lock(lock)
     except OSError as error:
         raise file_error("lock", folder / name, error) from error
@@ -81,7 +83,7 @@ def has_died(folder: Path, name: str) -> bool:
 
 
 def forget(folder: Path, name: str) -> None:
-    """Remove the file of a dead process once nothing of its work is left.
+    """Remove the file of an owner that has ended, once nothing of its work is left.
 
     Raises:
         FileError: the file cannot be removed.
@@ -94,7 +96,7 @@ def alone(folder: Path) -> Iterator[None]:
     """Hold the folder's exclusive lock inside the context; other callers wait, in any process.
 
     Raises:
-        FileError: the folder cannot be written to.
+        FileError: the folder is missing, or its lock file cannot be opened or locked.
     """
     path = folder / LOCK
     try:

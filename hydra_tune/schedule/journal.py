@@ -2,7 +2,8 @@
 
 `PoolRecorder` (`pool/runtime/recorder.py`) keeps a `SchedulerDecision` of each call while a pool records, and
 `simulate/recorded/recording.py` writes and reads the decisions as a file's data. `simulate/recorded/replay.py` compares
-the decisions with a new schedule; `benchmarks/replay.py` checks by `decide_again` that equal events give equal commands.
+the decisions with a new schedule, and notes the new schedule's decisions. `benchmarks/replay.py` checks by `decide_again`
+that equal events give equal commands. The module must import no torch and read no clock: the caller gives the time.
 """
 
 from collections.abc import Iterable, Mapping
@@ -44,7 +45,7 @@ class SchedulerDecision:
         """Restore a decision from the output of `to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError: the data is no such output.
+            AttributeError, KeyError, TypeError, ValueError: the data is no such output.
         """
         at_ns, event_entries, command_entries = data
         return SchedulerDecision(
@@ -69,7 +70,7 @@ def decide_again(
         The new decisions: exactly the same if the policy is the same.
 
     Raises:
-        ScheduleError: under another policy, the recorded events soon become impossible.
+        ScheduleError: a recorded event is impossible under another policy.
     """
     scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
     return [

@@ -1,7 +1,8 @@
 """Random workloads: trials and devices from a few numbers, reproducible by a seed.
 
 `hydra-tune simulate` (`cli/commands/simulate.py`) makes a `RandomWorkload` before the simulation, if neither PROFILE nor
-`--replay` is given, and prunes the trials by `stop_early` (`--survival`). The same seed gives the same trials.
+`--replay` is given, makes the devices by `equal_devices`, and prunes the trials by `stop_early` (`--survival`). The same
+seed gives the same trials. The module must not import the pool, torch or numpy.
 """
 
 import math
@@ -30,6 +31,9 @@ class RandomWorkload:
             x.
         burst_seconds: seconds of steps that run as one unit, for trials of one shard that fit their devices and run
             their own code. 0: each step is a unit.
+
+    Raises:
+        ConfigError: a number out of its range, or bursts of trials with several shards.
     """
 
     num_trials: int
@@ -104,8 +108,8 @@ def stop_early(trials: Sequence[SimulatedTrial], survival: Sequence[float], seed
 
     Args:
         trials: only trials with `report_steps` may be pruned.
-        survival: after each report, from the first, the share of the trials that continues; falling, from 0 to 1. After
-            the last share no trial is pruned.
+        survival: after each report, from the first, the share of the trials that continues; between 0 and 1, and never
+            rising. After the last share no trial is pruned.
         seed: decides which trials are pruned.
 
     Returns:
@@ -142,7 +146,7 @@ def equal_devices(
     num_nodes: int = 1,
     speeds: Sequence[float] = (1.0,),
 ) -> tuple[SimulatedDevice, ...]:
-    """Make devices of one kind, spread over nodes in equal parts.
+    """Make devices that differ in speed alone, spread over nodes in parts as equal as possible.
 
     Args:
         num_devices: number of devices.

@@ -1,9 +1,10 @@
 """The `training_step` and the `validation_step` of a `LightningModule`, as functions of a task.
 
-Both hold only options, so that a trial cut into shards has little to compare before each step, and trials with equal steps
-may be fused. `epoch_values.py` makes metrics of the values logged by a validation, and `train_logs.py` keeps the values
-logged by a training. `task.py` makes the functions; the pool and `hydra_tune.train_plain` call `LightningStep` for each
-batch of a training, and `LightningEvaluation` for each batch of a validation.
+Both hold only options, flags and names, so that a trial cut into shards has little to compare before each step, and trials
+with equal steps may be fused. `epoch_values.py` makes metrics of the values logged by a validation, and `train_logs.py`
+keeps the values logged by a training. `task.py` makes the functions. The pool and `hydra_tune.train_plain` call
+`LightningStep` for the batches of a training, and `LightningEvaluation` for the batches of a validation; where there is no
+validation, `LogsAlone` takes the place of `LightningEvaluation`.
 
 Note: a captured step runs this code at its capture alone, and not for each batch. So a step must not count batches in
 Python; `TrainLogs` counts in a tensor.

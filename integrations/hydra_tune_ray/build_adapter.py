@@ -1,7 +1,7 @@
 """Builds a task from Ray's sample, so that one `build` serves Ray, Optuna and the command line.
 
 `NodePoolRuntime` (`node/pool_runtime.py`) calls `built` in the pool when a trial begins, and `load_module`
-(`weights.py`) when a user loads a trained module.
+(`weights.py`) when a user loads a trained module. The module imports neither Ray nor Optuna.
 """
 
 import inspect
@@ -46,7 +46,7 @@ def built(build: Build, config: Mapping[str, Any]) -> Any:
 
     Args:
         build: takes one object with all parameters (`build(config)`, `build(trial)`); or takes parameters by name
-            (`build(*, lr, width)`), as tasks of sweep files do.
+            (`build(*, lr, width)` or `build(lr, width)`), as tasks of sweep files do.
         config: Ray's sample.
 
     Returns:
@@ -71,8 +71,8 @@ def _takes_names(build: Build, config: Mapping[str, Any]) -> bool:
     # A name of the sample among the positional parameters: `def build(lr, width)`.
     if not positional or any(parameter.name in config for parameter in positional):
         return True
-    # One positional parameter takes the whole sample. Several can only be names, perhaps misspelt; the call's own error
-    # then tells.
+    # A single positional parameter takes the whole sample. Several without defaults can only be names, perhaps misspelt;
+    # the call's own error then tells.
     needed = [
         parameter
         for parameter in positional

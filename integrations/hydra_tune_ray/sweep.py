@@ -2,7 +2,9 @@
 
 The module translates a sweep's terms into Ray's search space, scheduler and searcher, and reports progress to the
 observer. `hydra-tune sweep --ray` (`hydra_tune/cli/run/cluster.py`) calls `run_sweep` once the sweep file has been
-checked. Ray calls the observer's callback in the driver alone; a pickle of the callback is inert elsewhere.
+checked. Ray calls the observer's callback in the driver alone; a pickle of the callback is inert elsewhere. Only nodes of
+the cluster open pools. Once connected, `run_sweep` must shut Ray down at the end, also after an error: a shutdown ends a
+cluster that was begun for the sweep.
 """
 
 import logging

@@ -1,8 +1,10 @@
 """Everything of a `Trainer` that the pool would not do exactly, by name, with the reason and the remedy.
 
 `task_of` (`task.py`), for `task_from_trainer` and for each trial of a search, refuses a `Trainer` with any of these. Each
-argument of `TrainingArguments` is taken over, has no effect on the numbers, or stands in the table of refusals; an argument
-unknown to this module is refused unless the argument has its default.
+argument of `TrainingArguments` is taken over, has no effect on the numbers, or stands in the table of refusals. An argument
+unknown to this module is refused unless the argument has its default, or is as empty as its default. Three arguments of
+generation and `sortish_sampler` pass (`_arguments`), and so does every argument that a script's own subclass adds. The
+module only reads the `Trainer`, and must not know shards or the pool's devices.
 """
 
 import dataclasses
@@ -150,7 +152,8 @@ REFUSED = {
     "debug": "leave it out",
     "predict_with_generate": "evaluate by the loss, and generate after the search",
 }
-"""Arguments refused with any other value than their default: the remedy of each."""
+"""Arguments refused with any other value than their default, but for another empty value in place of an empty default: the
+remedy of each."""
 
 _MAY_OVERRIDE = frozenset(
     [

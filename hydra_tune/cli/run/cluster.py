@@ -1,7 +1,8 @@
 """Runs a sweep from a checked sweep file on a Ray cluster: sets up tuner and display; the pools run on the nodes.
 
 `cli/commands/sweep.py` calls `run_cluster_sweep` for `--ray`, once the sweep file is read and merged with the options.
-No pool is opened in this process, so the display shows no devices and no units.
+No pool is opened in this process, so the display shows no devices and no units. The module must not import Ray or another
+tuner: the entry point `ray` leads to the tuner (`integrations/hydra_tune_ray/sweep.py`).
 """
 
 import sys
@@ -90,7 +91,7 @@ def _drive(tuner: ClusterTuner, request: ClusterRequest, board: SweepProgressTra
     except KeyboardInterrupt:
         board.end(interrupted=True)
     except Exception as error:
-        # As in `sweep_run`: before there is a study, the error is one of usage.
+        # As in `sweep_run`: before there is a study, a `ConfigError` is one of usage.
         if isinstance(error, ConfigError) and not board.is_open:
             raise
         board.end(error=error)  # whatever ended the sweep, show the results so far

@@ -3,7 +3,10 @@
 A member's numbers must come from the member's own generator, but operators such as dropout accept none. Their
 primitives do. Torch decomposes such operators above autograd, so running the primitives equals running the operator,
 including gradients. `StackedGraph` (`batched_graph.py`) decomposes the random operators of a graph, except recurrent
-layers, when the graph is stacked.
+layers, when the graph is stacked. The module must not know trials, groups or pools.
+
+Note: bits. The primitives must be those that the operator itself runs, else a member's numbers would differ from a plain
+loop's.
 """
 
 from collections.abc import Sequence
@@ -27,7 +30,7 @@ def recorded(node: fx.Node, precision: Precision = "float32") -> fx.Graph | None
         precision: precision of the step; the casts of autocast are among the primitives, which run without autocast.
 
     Returns:
-        The graph; None if the operator draws in a way that accepts no generator.
+        The graph; None if the node is no operator on fake tensors, or a primitive cannot be replayed with a generator.
     """
     target = node.target
     tensors: list[Any] = [argument.meta.get("val") for argument in node.all_input_nodes]

@@ -5,9 +5,9 @@
 
 Note: isolation. The timed trials are separate, with copies of a model and of a batch and with separate random streams.
 The trial that gave the model and the batch stays unchanged, and the pool's ledgers, times and figures do not see the
-timed steps. While steps are timed, the memory of the steps comes on top of the ledgers. Whatever the user's functions and
-data count in Python meanwhile is put back, but for values that other trials may have changed as well, which a warning
-names.
+timed steps. While steps are timed, the memory of the steps comes on top of the ledgers. `drawing` alone reads the data of
+the trial itself, through a separate feed. Whatever the user's functions and data count in Python meanwhile is put back,
+but for values that other trials may have changed as well, which a warning names.
 
 Note: clock. On a CPU device the clock is the CPU time of the calling thread, which excludes time taken by other
 threads. On a GPU the clock runs until the device is done.
@@ -112,7 +112,7 @@ class FusionBenchmark:
             return self._steps(trial, lambda: seats[0].member.progress.steps)
 
     def drawing(self) -> float:
-        """Return the seconds in which a trial draws the batches of a step; 0 if worker processes of a loader draw."""
+        """Return the seconds in which a trial draws the batches of a step; 0 if worker processes draw, or no batch comes."""
         handle = self._original.train
         if isinstance(handle, DataLoader) and handle.num_workers > 0:
             return 0.0
@@ -134,7 +134,7 @@ class FusionBenchmark:
         return PythonStateUndo.of_tasks(self._original).undone()
 
     def _steps(self, trial: Trial, steps_done: Callable[[], int]) -> float:
-        """Return the fastest step after the warm-up, since interference only ever adds time."""
+        """Return the seconds of the fastest unit's step after the warm-up, since interference only ever adds time."""
         with self._device.worker(), _closing(trial):
             step_seconds, num_timed, spent_seconds = list[float](), 0, 0.0
             # The first unit creates optimizer state, so its time does not count.

@@ -2,6 +2,9 @@
 
 `GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes both sides with the pair. `PairTrial` (`pair_trial.py`) advances
 both whenever the pool asks the pair for its next unit; a group calls its side, as delegate, between two steps.
+
+Note: threads. A group calls its side on the thread that advances the pair, so a side needs no lock. A side must not decide
+who joins: the pair's delegate (`LiveGroup`, `pool/fusion/live_group.py`) does.
 """
 
 import time
@@ -92,7 +95,7 @@ class PairSide(GroupDelegate):
         return self._desk.joining(free, ends=ends and self.other.is_over)
 
     def make_ready(self, size: int) -> bool:
-        """As of `GroupDelegate`; while both groups run, each keeps its size."""
+        """As of `GroupDelegate`; False while the other group runs, so each group of a pair keeps its size."""
         return self.other.is_over and self._desk.make_ready(size)
 
     @override

@@ -2,7 +2,7 @@
 
 rich's own tables measure every cell anew each time, at ten times the cost; here columns have fixed widths, and long
 text is cut with an ellipsis. Wide characters take two columns; control characters, which could move the cursor, are
-replaced. `screen.py` composes all lines of each picture here while a sweep runs, and `paint.py` sends the lines.
+replaced by spaces. `screen.py` composes all lines of each picture here while a sweep runs, and `paint.py` sends the lines.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ class ScreenColumn(NamedTuple):
 
     Args:
         title: head of the column.
-        width: characters; the last column of a line gets the rest.
+        width: in columns of the screen; the last column of a line gets the rest.
         is_right: whether text is right-aligned.
     """
 

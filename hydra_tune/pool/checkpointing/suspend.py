@@ -1,10 +1,11 @@
-"""Suspension of jobs for a later session: each job is saved after its present step, and then ended.
+"""Suspension of jobs for a later session: each begun job is saved after its present step, if possible, and then cancelled.
 
 `HydraExecutor.suspend` (`executor.py`) suspends jobs here when a driver asks, and when Ctrl-C or SIGTERM ends `run` or
-the executor's `with` block.
+the executor's `with` block. With an isolated pool, `isolation/child.py` calls `HydraExecutor.suspend` in the pool's process.
 
 Note: hanging jobs. A job that hangs, in its data or its model, must not keep other jobs from being saved. So all jobs
-are asked first. A job that has answered is ended at once, and leaves its device to the rest.
+are asked first. A job that has answered is cancelled at the next look, and leaves its device to the rest. The caller's
+thread waits here, and must not hold the pool's lock. The module must not know the format of checkpoints.
 """
 
 import contextlib
@@ -26,14 +27,22 @@ class JobSaver(Protocol):
     """Owner of jobs that can be saved: a `Pool` or a `FusedPool`."""
 
     def ask_to_save(self, job: Job) -> "Future[Path]":
-        """Request a checkpoint at the end of the job's present step."""
+        """Request a checkpoint at the end of the job's present step.
+
+        Raises:
+            CheckpointError: the job cannot be saved.
+        """
 
     def answer(self, job: Job, waiting_for: "Future[Any] | None" = None) -> None:
-        """Serve a pending request now, if the job stands between two steps."""
+        """Serve a pending request now, if the job stands between two steps.
+
+        Raises:
+            CheckpointError: the job is paused within a step.
+        """
 
 
 def suspend(pool: JobSaver, jobs: Iterable[Job], seconds: float) -> None:
-    """Save and cancel jobs, without waiting for running units to end.
+    """Save and cancel jobs, without waiting for units that still run at the end.
 
     Args:
         pool: the pool of the jobs, with a folder for checkpoints.
@@ -41,7 +50,7 @@ def suspend(pool: JobSaver, jobs: Iterable[Job], seconds: float) -> None:
         seconds: the longest wait; a job not saved by then is cancelled, and keeps its earlier checkpoints.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C during the wait; all jobs are cancelled, as after any other error.
+        KeyboardInterrupt, Terminated: Ctrl-C or SIGTERM during the wait; all jobs are cancelled, as after any other error.
     """
     deadline = time.monotonic() + seconds
     jobs = [job for job in jobs if job.state not in OVER]

@@ -3,10 +3,11 @@
 Scheduler, pagers, prefetch and steps are the same code as in a run. The devices copy nothing. On a virtual clock, units
 and copies take their measured times (`train/timing/step_timing.py`), so a unit waits for the same copies as in a run.
 Without measured times, a unit takes its pilot's estimate, and a copy beside a unit ends with the unit. `report.py` runs
-a `PoolRehearsal` once the plans of all forecast tasks are made.
+a `PoolRehearsal`, or two of different lengths, once the plans of all forecast tasks are made.
 
-Note: `_tell`, `_shard_moves` and `_RehearsedTrial` repeat the order of `JobDispatcher` (`pool/runtime/dispatcher.py`), so
-a change there needs the same change here. One thread runs the rehearsal.
+Note: `_tell` and `_shard_moves` repeat the order of `JobDispatcher` (`pool/runtime/dispatcher.py`), and `_RehearsedTrial`
+repeats parts of `JobState` (`pool/runtime/job_state.py`), so a change there needs the same change here. One thread runs
+the rehearsal. The rehearsal must not touch a running job.
 """
 
 import heapq
@@ -85,7 +86,7 @@ class _RehearsedTrial:
     def run(
         self, stand: "_RehearsedDevice", needs: Callable[["_RehearsedTrial", PendingUnit, str], list[UnitMemoryNeeds]]
     ) -> float:
-        """Run the due unit, and an update of the same shard right after; return the seconds for the scheduler."""
+        """Run the due unit, and the updates of the same shard right after; return the seconds for the scheduler."""
         shard, seconds = self._unit().shard, 0.0
         while True:
             unit = self._unit()
@@ -172,7 +173,7 @@ class PoolRehearsal:
         trials: rehearsals by trial name, in the order of submission.
         devices: devices without bytes.
         policy: policy of the scheduler.
-        max_concurrent: number of trials admitted at the same time.
+        max_concurrent: most trials admitted at the same time.
         admission: as of the scheduler.
         num_steps: optimizer steps of each trial.
         sends_ahead: whether a device prefetches blocks of the next unit during compute.
@@ -251,7 +252,7 @@ class PoolRehearsal:
 
     @property
     def units_per_step(self) -> dict[str, int]:
-        """Units of each trial's last step."""
+        """Units of each trial's last finished step."""
         return {name: player.units_per_step for name, player in self._players.items()}
 
     def _mark(self) -> None:

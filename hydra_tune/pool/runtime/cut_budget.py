@@ -1,8 +1,8 @@
 """The budget for cutting models, from a pool's devices and options.
 
 `ExecutorSettings.open_pool` (`settings.py`) makes the budget when the pool starts; `PlanLibrary`
-(`shard/partition/plan_cache.py`) cuts each model of the pool by the budget. One budget serves all devices, so each number
-suits the smallest or strictest device.
+(`shard/partition/plan_cache.py`) cuts each model of the pool by the budget. One budget serves all devices: the memory is
+the smallest device's, the alignment suits every device, and the speed of copies is the first device's.
 """
 
 import functools
@@ -32,7 +32,7 @@ def budget_of(
 
     Args:
         devices: devices of the pool.
-        trials: number of trials admitted at the same time.
+        trials: most trials admitted at the same time.
         host_bytes: host memory in bytes for all trials together.
         buffer_fraction: as of `HydraExecutor`.
         num_shards: as of `HydraExecutor`.
@@ -54,8 +54,8 @@ def budget_of(
         host_bytes=host_bytes // trials,
         has_link=stand_for_gpus or not all(device.keeps_tensors for device in devices),
         link=functools.cache(lambda: link_of(devices[0])),
-        # A host beside GPUs is slower than the GPUs, so it computes as little as it can. All cores may take part, because
-        # the host has nothing else to compute.
+        # A host beside GPUs is slower than the GPUs, so the host computes as little as possible. All cores may take part
+        # (`host_threads`), because the host has nothing else to compute.
         checks_sample=not has_cpu,
         # Devices of two kinds may take other numbers of random draws for the same operator.
         counts_draws=len({device_kind(device) for device in devices}) == 1,

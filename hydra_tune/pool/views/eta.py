@@ -1,7 +1,8 @@
 """Forecast of a sweep's makespan during the run, and a lower bound over all schedules of the same work.
 
 `with_outlook` (`job_views.py`) asks a `MakespanForecaster` at each snapshot for a display: of a pool
-(`live_snapshot.py`) and of `hydra-tune sweep` (`cli/display/board.py`). The module knows seconds alone, no job.
+(`live_snapshot.py`) and of `hydra-tune sweep` (`cli/display/board.py`). The module must not know jobs: seconds and
+`PoolStats` are enough.
 """
 
 from collections import deque
@@ -63,9 +64,10 @@ class MakespanForecaster:
     ) -> MakespanForecast | None:
         """Return the forecast.
 
-        Trials of unknown length, both unstarted and not yet submitted, count with the mean of the known lengths. A
-        running trial counts with its full length, as if never pruned. The forecast assumes that the devices keep the
-        rate of the last minute, and that no trial computes on two devices at the same time.
+        Trials of unknown length, submitted or not, count with the mean of the known lengths. A running trial counts with
+        its full length, as if never pruned. The forecast assumes that the devices keep the rate of the last minute, and
+        that no trial computes on two devices at the same time. The bound drops the second assumption once steps have been
+        spread over devices.
 
         Args:
             works: the existing trials.

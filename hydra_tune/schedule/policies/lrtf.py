@@ -2,7 +2,8 @@
 
 `make_policy` (`registry.py`) makes this policy for the name `"lrtf"`, the default; `PriorityLevels`
 (`schedule/levels.py`) asks the policy's selection for a job for each idle device. `RepetitionSkipper`
-(`simulate/engine/repeats.py`) relies on a policy that remembers no choice and compares differences of remaining times.
+(`simulate/engine/repeats.py`) relies on a policy that remembers no choice and compares differences of remaining times. The
+policy must not know devices' memory or blocks, and must use no torch, clock or thread.
 """
 
 import math
@@ -55,10 +56,10 @@ class ShardedLRTF(IncrementalPolicy):
           jobs twice as often as the others, and move twice the bytes.
         * Wavefronts. Jobs on one frozen base (`Unit.base`) need the same parameters at the same place of their models, so
           a load of these parameters may serve all of them. A device whose last job has a base takes, among the jobs on
-          this base, the job with the nearest unit; jobs that ran here last come first, and the longest of equals. So the
-          jobs go through their models side by side, forward and backward, and a job at another place joins as the others
-          pass there. The device leaves the base when the longest of all jobs exceeds the longest on the base by more than
-          the slack.
+          this base, the job with the nearest unit; jobs that last ran here, or have not run, come first, and the longest of
+          equals. So the jobs go through their models side by side, forward and backward, and a job at another place joins
+          as the others pass there. The device leaves the base when the longest of all jobs exceeds the longest on the base
+          by more than the slack.
         * Late binding. The paper chooses for the buffer while another unit still computes, among "Idle Models"; the
           longest job is usually running then, and is passed over again and again. Here the choice falls when the device
           is free, and the job that just ran is a candidate like any other.

@@ -1,8 +1,9 @@
 """The policies by name, for the executor's `policy=` and the command line.
 
-`ExecutorSettings` (`pool/runtime/settings.py`) makes the policy when an executor is made, and
-`simulate/engine/simulator.py` at the start of a simulation; `cli/sweep_file/sweep_model.py` checks the name in a sweep
-file.
+`ExecutorSettings` (`pool/runtime/settings.py`) makes the policy when an executor is made, `simulate/engine/simulator.py`
+at the start of a simulation, and `simulate/recorded/replay.py` at the start of a replay. `cli/sweep_file/sweep_model.py`
+checks the name in a sweep file, and `cli/commands/sweep.py` and `cli/commands/simulate.py` check the name of an option.
+Callers import the functions from `hydra_tune.schedule`. The module must import no torch.
 """
 
 import difflib

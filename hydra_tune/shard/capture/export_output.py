@@ -4,7 +4,8 @@
 within `quiet_fakes`.
 
 Note: `quiet_export` changes the filters of warnings, the levels of two loggers and `sys.stderr` of the whole process, so
-only a holder of the gate (`capture_lock.py`) that is alone may enter the context.
+only a holder of the gate (`capture_lock.py`) that is alone may enter the context. Any thread may enter `quiet_fakes`, which
+silences the calling thread alone.
 """
 
 import io
@@ -60,7 +61,7 @@ _FAKES = _ThreadMuteFilter()
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Silence this thread's log lines about operators that refuse fake tensors: the raised error says the same.
+    """Silence this thread's log lines of torch's fake tensors, e.g. about a refusing operator: the raised error says the same.
 
     For callers that try code that may fail, or run the user's code for the first time; wrong shapes in the code raise
     their own error in the following eager run.

@@ -1,8 +1,9 @@
 """`ShardPartitionPlanner`: finds the start and end of a step's shards, for a budget and a place of the updates.
 
 `PlanLibrary` (`plan_cache.py`) asks the planner for the cuts of a plan once a step has been captured and analysed, and
-`shard/cost/step_estimate.py` for the cuts of a prediction. The planner runs no step of the model; for
-`optimizer_placement="auto"` it times steps of the optimizer on stand-ins, inside the capture gate.
+`shard/cost/step_estimate.py` for the cuts of a prediction. The planner must not run a step of the model. For
+`optimizer_placement="auto"`, `packed` times steps of the optimizer on a stand-in, while `packed` shares the capture gate;
+a prediction must not read a clock, and so calls `packed_for`. `benchmarks/halves.py` replaces `beside_copies` here.
 """
 
 from collections.abc import Callable
@@ -76,7 +77,9 @@ class ShardPartitionPlanner:
         return replace(partition, placement_why=choice.reason)
 
     def packed_for(self, request: ShardPlanRequest, step: CapturedStep, *, updates_on_host: bool) -> ShardPartition:
-        """Cut with the smallest buffer that holds each shard's parameters, else with the largest buffer that allows a cut.
+        """Cut with the smallest buffer that suffices, else with the largest buffer that allows a cut.
+
+        A buffer suffices that holds each shard's parameters, or that leaves the step in a single shard.
 
         Raises:
             BudgetError: as of `packed`.
@@ -133,7 +136,7 @@ class ShardPartitionPlanner:
     def _placement(
         self, request: ShardPlanRequest, step: CapturedStep, on_device: ShardPartition | None, on_host: ShardPartition
     ) -> OptimizerPlacementChoice:
-        """Choose the place where updates are expected to take less time."""
+        """Choose the place of the updates with the shorter expected step."""
         assert self.budget.speeds is not None, "auto comes with the speeds of the machine"
         speeds = self.budget.speeds()
 

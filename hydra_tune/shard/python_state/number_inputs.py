@@ -5,15 +5,19 @@ number has changed, `TrialPlanCache` (`train/loop/plan_cache.py`), or for a grou
 (`fusion/group/group_trial.py`), names its place, and the next capture (`shard/capture/step_capture.py`) puts a
 `TracedNumber` there. The step's Python computes with the traced number as with the number itself. Where the result
 meets a tensor, the result becomes an input of the graph; each later step computes the inputs anew, in Python, from the
-numbers of that moment (`NumberInputs`).
+numbers of that moment (`NumberInputs`). `PlanLibrary` (`shard/partition/plan_cache.py`) and `GroupPlanCache`
+(`fusion/compile/group_plan_cache.py`) ask `NumberInputs` whether a known plan serves the present numbers.
 
 Example: for `kl * min(1.0, state["step"] / 100)` the place is `state["step"]`, the graph's input is the quotient, and
 the plan serves as long as the quotient stays below 1.
 
 Note: what Python learns about a number. A comparison, an index, a text or a function of an extension module takes the
 number itself. Its answer is noted, or that it is an error, and the plan serves only numbers that give the same answer.
-Only sums, differences, products and quotients of a number and a tensor become operators, because only there the bits
-cannot depend on whether a number or a tensor of one element is given.
+Only sums, differences, products and quotients of a number and a tensor in float32 or float64 become operators, because
+only there the bits cannot depend on whether a number or a tensor of one element is given. Quotients do so only where
+`NumberInputTracer.divides`.
+
+Note: threads. The capture runs inside `GATE.exclusive`. The module must not import captures, plans or trials.
 """
 
 import functools
@@ -103,7 +107,7 @@ class NumberInputs:
         return all(_answer(ask, numbers) == answer for ask, answer in self.answers)
 
     def serve(self, numbers: Numbers) -> bool:
-        """Whether the graph is known to be right for these numbers: asked as `hold`, and confirmed once."""
+        """Whether `hold` is true of the numbers, and the numbers are the capture's or the graph is confirmed."""
         return self.hold(numbers) and (self.is_confirmed or tuple(numbers) == tuple(self.numbers))
 
     def computed(self, numbers: Numbers) -> list[float]:
@@ -236,7 +240,7 @@ class TracedNumber:
         self._tracer, self.value, self.compute, self.form = tracer, value, compute, form
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # code that asks for a float shall find one
+    def __class__(self) -> type:  # code that asks for a float or an int shall find such a number
         return type(self.value)
 
     def __getattr__(self, name: str) -> Any:
@@ -354,7 +358,10 @@ for _name in _TAKING:
 
 
 class _WithoutTracedNumbers(TorchFunctionMode):
-    """Hands numbers themselves to torch's functions, some of which want a number (`F.dropout(x, p)`)."""
+    """Hands numbers themselves to torch's functions, some of which want a number (`F.dropout(x, p)`).
+
+    Functions of `_WITH_TENSOR` get the traced numbers, and `torch.tensor` and `torch.as_tensor` go to `as_tensor`.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

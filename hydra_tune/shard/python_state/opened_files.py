@@ -2,10 +2,12 @@
 
 A graph repeats for ever what the step has read from a file during its capture. `capture` (`shard/capture/step_capture.py`)
 notes the files. `PlanLibrary` (`shard/partition/plan_cache.py`) looks at the files before a plan serves a further trial, and
-`PythonStateGuard.watch` adds their holders to the guard of each trial that uses the plan.
+`PythonStateGuard.watch` adds their holders to the guard of each trial that uses the plan. The module must not import
+captures, plans or trials.
 
-Note: the functions are replaced for the whole process, and note the calls of the capture's thread alone. So files that
-another thread, a process of its own, or the C++ code of an extension module reads remain unseen.
+Note: threads. The functions are replaced for the whole process, and note the calls of the capture's thread alone. So files
+that another thread, another process, or the C++ code of an extension module reads remain unseen. One thread at a time may
+be inside `noting_files`.
 """
 
 import builtins
@@ -105,8 +107,8 @@ def _digest_of(path: str, status: tuple[int, ...] | None) -> bytes | None:
 def noting_files(noted: dict[str, FileHolder]) -> Iterator[None]:
     """Context in which `noted` receives a holder for each file and folder that the thread's Python is about to read.
 
-    Installed packages' own files and the system's are left out, and so are files that are only written. One thread at a
-    time may be inside.
+    Files of installed packages and of the system, code files (`_OF_PROGRAMS`), and files that are only written are left
+    out, and so is all that torch's compiler asks for. One thread at a time may be inside.
 
     Raises:
         CaptureError: code in the context has read too many files to look at them before each step.
@@ -166,7 +168,7 @@ def _reads(how: object) -> bool:
 
 
 def _name_of(path: object) -> str | None:
-    """Return an absolute path; None for what no user's code writes, and for open files."""
+    """Return an absolute path; None for files of installed packages, of the system or of code, and for open files."""
     if not isinstance(path, str | bytes | os.PathLike):
         return None
     name = str(Path(os.fsdecode(path)).absolute())

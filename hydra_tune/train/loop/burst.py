@@ -2,15 +2,20 @@
 
 For a small model, a step takes less time than the work around a unit. So a trial with its own code keeps a device for
 about 50 ms: the trial takes a single lease, and the scheduler handles a single unit. A burst ends at a report that waits
-for an answer, or between two steps: after its time, once its end is requested, or where a capture waits.
+for an answer, or between two steps: after its time, once its end is requested, or where a capture waits. A burst also
+ends where the lease has ended during a draw, and with the program's part that runs in bursts.
 `OwnCodeTrial` (`train/own_code_trial.py`) makes the runner, also for a loop of the user's own
 (`train/own_loop/loop_trial.py`). `Trial.advance` (`train/trial.py`) returns the next burst as a unit, and a worker
-(`pool/runtime/worker.py`) runs the burst, and so the trial's program, on the worker's thread.
+(`pool/runtime/worker.py`) runs the burst, and so the trial's program, on the worker's thread. `pool/devices/next_units.py`
+and `pool/devices/oom_retry.py` tell bursts from other units by `BURST`.
 
 Note: loaders. A burst draws batches itself. A slow loader would keep the device from other trials as well, so the
 thread that watches loaders (`pool/faults/loader_watchdog.py`) ends the lease on the burst's behalf (`leave_device`,
 then `end_lease`), during the draw only. The burst notices when the batch arrives, and trains on the batch once the
 trial has a device again.
+
+Note: locks. The burst takes the turn of a GPU's generator before the capture gate, and leaves the gate while a loader's
+worker processes draw (`waiting`).
 """
 
 import enum

@@ -2,17 +2,23 @@
 
 Torch's operators on CPU, the functions of `random` and the functions of `numpy.random` look up the stream of the
 calling thread (`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code draws from the trial's
-streams without any waiting, and no other thread draws from or seeds the streams. Threads started by the code draw from
-the process's streams. Each GPU has a default generator of its own: a unit that draws there takes the generator's turn,
-sets the trial's position, and reads the position again at its end.
+streams without a turn, and no other thread draws from or seeds the streams meanwhile. Functions of `numpy.random` alone
+take a lock that all threads share, for the length of a call. Threads started by the code draw from the process's
+streams, and so do functions of `random` held where `own_python.py` cannot replace functions. Each GPU has a default
+generator of its own: a unit that draws there takes the generator's turn and sets the trial's position. Unless the unit is
+a recompute, the unit reads the position again at its end.
 
-`Trial` (`train/trial.py`) makes the streams from the task's seed and enters the streams around each call of the trial's
-own code; `BatchUnits` (`train/loop/batch_units.py`) enters the streams around each unit that draws, and bursts
-(`train/loop/burst.py`) for their whole length. `SharedModule` (`train/shared_module.py`), the pool's threads and others
-make streams for code that must leave the process's streams alone.
+`Trial` (`train/trial.py`) makes the streams from the task's seed. `Trial` and its subclasses enter the streams around each
+call of the trial's own code, and bursts (`train/loop/burst.py`) for their whole length. `BatchUnits`
+(`train/loop/batch_units.py`) enters the streams around each eager unit, and around each captured unit that draws.
+`TrialPlanCache` (`train/loop/plan_cache.py`) and `fusion/compile/batched_plan_cache.py` enter the streams to prepare plans.
+`SharedModule` (`train/shared_module.py`), the pool's workers and preparers and others make streams for code that must
+leave the process's streams alone.
 
 Note: bits. A plain loop's `torch.manual_seed`, `numpy.random.seed` and `random.seed` set the same positions. Captured units
 draw from torch's stream alone.
+
+Note: locks. A unit on a GPU takes the generator's turn before the capture gate. The module must not know models.
 """
 
 import copy
@@ -42,7 +48,7 @@ def _own_numpy() -> Any:
 
 
 def _install(own_numpy: Any) -> None:
-    """Route all drawing functions to the calling thread's streams; once for the process."""
+    """Route all drawing functions to the calling thread's streams; a later call in the process changes nothing."""
     with _LOCK:
         own_generator.install()
         replaced = own_python.install()

@@ -3,10 +3,10 @@
 `PoolStudy.optimize` (`pool_study.py`) makes and runs an `OptimizeDriver` in each call; `sweep.py` takes `job_name` from
 here. One thread, the caller's, touches study, sampler, pruner and callbacks; the pool only ever waits for an answer to a
 report. The driver does around a task the same as Optuna's own `Study.optimize` around an objective, in the same words and
-order. The module knows nothing of shards and devices.
+order. The module must not know shards or devices.
 
-Note: each trial is in `_untold` from the ask, before any of the user's code runs, until the tell, so that an early end
-finds the trial. Interrupts are held all the while, and come through only in the windows of `let_interrupts_through`.
+Note: each trial is in `_untold` from the ask, before the objective runs, until the tell, so that an early end finds the
+trial. Interrupts are held all the while, and come through only in the windows of `let_interrupts_through`.
 """
 
 import copy
@@ -70,7 +70,7 @@ class OptimizeLimits:
     Args:
         n_trials: new trials of this call; None for no limit.
         timeout_seconds: seconds from the start of the search, after which no trial starts; None for no limit.
-        width: trials in flight, at least 1.
+        width: most trials in flight, at least 1.
         catch: errors that fail only their own trial.
         gc_after_trial: collect garbage after each trial.
         admission: how the trials advance.
@@ -239,7 +239,7 @@ class OptimizeDriver:
 
     @property
     def _width(self) -> int:
-        """Trials in flight at present."""
+        """Most trials in flight at present."""
         limits, rule, first_wave = self._limits, self._limits.admission.rule, self._limits.admission.first_wave
         if rule is None or first_wave is None or not self._waits_for_pruner:
             return limits.width
@@ -280,7 +280,7 @@ class OptimizeDriver:
                 self._taken_up.add(optuna_internals.trial_id(trial))
                 steps = resumable.checkpoint.steps
                 _logger.info("Trial %d goes on from its checkpoint after %d optimizer steps.", trial.number, steps)
-        # Noted before any of the user's code runs, so that an interrupt in it finds the trial.
+        # Noted before the objective runs, so that an interrupt in the objective finds the trial.
         self._untold[optuna_internals.trial_id(trial)] = trial
         self._heartbeat.add(optuna_internals.trial_id(trial))
         try:
@@ -571,7 +571,7 @@ class OptimizeDriver:
         self._untold = {optuna_internals.trial_id(trial): trial for trial in trials}
 
     def _tell_ended(self) -> None:
-        """Tell the trials that ended before the search could take their events."""
+        """Tell the completed and pruned trials that ended before the search could take their events."""
         while (event := self._stream.get(timeout=0)) is not None:
             if isinstance(event, Finished) and event.result.status in ("completed", "pruned"):
                 try:

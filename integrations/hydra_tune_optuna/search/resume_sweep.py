@@ -1,7 +1,8 @@
 """Resumes a sweep in its own folder: finds the trials to resume, and restores the sampler's random streams.
 
-`resume_study` decides the ownership of running trials. `run_sweep` (`sweep.py`) calls `keep_sampler` and `going_on`
-once the study is open, before the search begins.
+`resume_study` decides the ownership of running trials. `run_sweep` (`sweep.py`) calls `keep_sampler`, if the sweep has a
+folder, and `going_on` once the study is open, before the search begins. `going_on` must claim no trial: the search does
+(`StudyResumer.begin`).
 """
 
 from typing import Any
@@ -43,7 +44,8 @@ def going_on(study: Study, pool: HydraExecutor) -> tuple[frozenset[int], list[in
 def keep_sampler(study: Study, sampler: BaseSampler, seed: int | None, folder: SweepFolder) -> None:
     """Restore a sampler's position in this study, and note the position from now on.
 
-    A study that was deleted and recreated under its name begins anew, and so does another sampler or another seed.
+    The sampler keeps its fresh position for a study that was deleted and recreated under its name, and where the noted
+    position is of another sampler or another seed.
 
     Args:
         study: the searched study.
