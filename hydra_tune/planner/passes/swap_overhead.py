@@ -3,7 +3,7 @@
 In each round with a candidate to swap, `swap_recompute.py` asks for a proposal for the candidate that lies idle longest; at
 the end, `polish` there asks once more for swaps that delay the step. A pass must not run a step or read a clock. The swap
 is added to a copy of the schedule. Forward operators of the other sub-array are multiplexed before the feature map's first
-use in the backward, as long as they hide more of the copy and memory allows. The copy then begins as many backward
+use in the backward, as long as the operators hide more of the copy and memory allows. The copy then begins as many backward
 operators earlier as are needed to hide the rest and as leave room for the map.
 
 Differs from the algorithm as printed:

@@ -3,7 +3,7 @@
 The module uses only the interface of `torch.optim.Optimizer`, so a user's class is measured as well. `PlanLibrary`
 (`shard/partition/plan_cache.py`) makes a pilot for each training step that needs a plan, and the optimizer checks in
 `shard/verify/`, `update_seconds` (`optimizer_placement.py`) and rehearsals (`train/timing/fake_trial.py`) step stand-ins
-made by this module. `shard/execute/eager_plan.py` measures the optimizer of a step that runs whole. `ModelState`
+made by this module. `shard/execute/eager_plan.py` makes a pilot for a step that is never captured. `ModelState`
 (`train/state/model_state.py`) and `fusion/matching/fusion_key.py` ask here about a user's own `zero_grad`. The module must
 not know the pager.
 

@@ -7,9 +7,9 @@ attributes. Code that makes up names makes all attributes count. Each place that
 repeats the walk until no further names come in. All guards and checks of `state_guard.py` use the result, and so does
 `shard/capture/own_functions.py`. The module must not know tasks.
 
-Note: objects may do anything where code looks at them, and other threads may change them meanwhile. Where a look raises, a
-strict walk refuses the step (`CaptureError`), except below an object of an installed package. There, and everywhere in a
-lenient walk, the walk passes over the value.
+Note: objects may do anything where code looks at the objects, and other threads may change objects meanwhile. Where a look
+raises, a strict walk refuses the step (`CaptureError`), except below an object of an installed package. There, and
+everywhere in a lenient walk, the walk passes over the value.
 
 Example: for `lambda module, batch: loss(module(batch)) * settings.weight`, the holders are the function's variable
 `settings`, the attribute `weight` of the object there, and each part of the model.

@@ -35,7 +35,7 @@ class DeviceLender(Protocol):
         """
 
     def leave(self) -> None:
-        """Give back the grant: the step's batches have run."""
+        """Give back the grant, once the step's batches have run, or before `decline`."""
 
     def decline(self, way: str) -> None:
         """Decline the way, after `leave` and before any unit: the step runs on a single device."""
