@@ -33,7 +33,7 @@ from hydra_tune.shard.python_state.number_inputs import NumberInputError
 
 _LOGGER = logging.getLogger(__name__)
 
-_MAX_PAIRS = 256  # remembered comparisons of two plans; one more makes the group forget all of them
+_MAX_PAIRS = 256  # remembered comparisons of two plans; a further comparison makes the cache forget all pairs
 _MAX_PLANS = 8  # kept for each kind of batch: steps that depend on values of the batch or on numbers need several
 
 
