@@ -1,10 +1,11 @@
 """Optimizers of stacked members: a single step for all members, each with its own rates.
 
-Before each step the rates are read from the members' own optimizers, where the members' schedulers write. Every member
-has its own step count, so members may begin and pause independently. `stacked_optimizer`
+Before each step of active members the rates are read from the members' own optimizers, where the members' schedulers write.
+Every member has its own step count, so members may begin and pause independently. `stacked_optimizer`
 (`fusion/group/stacked_state.py`) makes the optimizer, through `group_optimizer` (`per_member_optimizer.py`), when members
 are stacked; plain steps of the group call `step`, planned steps (`fusion/runtime/step_arguments.py`) call `note_step`, and
-`fusion/matching/fusion_key.py` asks for `options_key` before trials are grouped.
+`fusion/matching/fusion_key.py` asks for `options_key` before trials are grouped. `planner/trace/optimizer_graph.py` asks
+`is_stackable` before an update is traced. The module must not know groups, trials or plans.
 
 An optimizer without such a form runs member by member (`PerMemberOptimizer`): each member's own optimizer steps that
 member's part of the parameters and gradients.

@@ -2,6 +2,7 @@
 
 `devices/hardware/discovery.py` opens the devices when a pool starts, for the workers and pagers of the pool;
 `cuda_graphs.py` and `planner/profile/profiling_interpreter.py` record or run graphs in the turn of a `CudaGenerator`.
+The module must not know blocks, models or trials: a device copies tensors and runs functions.
 
 Note: stream order. The worker thread computes on a compute stream. Loads run on a second stream and spills on a third,
 so both overlap with compute. Only events order the streams; no thread waits for the whole GPU. At the request for a
@@ -149,20 +150,20 @@ class CudaDevice:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def on_host(self, function: Callable[[], T]) -> T:
-        """Run a function on the copy thread and wait for it."""
+        """Run a function on the thread of awaited copies, and wait for the result."""
         return self._copies.run(function)
 
     def start_on_host(self, function: Callable[[], None]) -> Future[None]:
-        """Run a function on a thread of its own, with one intra-op thread."""
+        """Run a function on the device's thread for computations on the host, after all earlier functions."""
         return self._beside.start(function)
 
     def load(self, pairs: Pairs) -> None:
-        """Copy host to device."""
+        """Copy host to device, and wait for the copy."""
         ready = self.computed()
         self._copies.run(lambda: _copy(pairs, self._inward, ready))
 
     def spill(self, pairs: Pairs) -> None:
-        """Copy device to host."""
+        """Copy device to host, and wait for the copy."""
         ready = self.computed()
         self._copies.run(lambda: _copy(pairs, self.outward, ready))
 
@@ -188,7 +189,7 @@ class CudaDevice:
         return DeviceCopyRoute.NEAR if is_near else DeviceCopyRoute.NONE
 
     def take_over(self, source: Device, pairs: Pairs) -> None:
-        """Copy from another device's memory, GPU to GPU."""
+        """Copy from another device's memory, GPU to GPU, and wait for the copy."""
         copy = self._copy_from(source)
         self._copies.run(lambda: copy(pairs))
 
@@ -230,7 +231,7 @@ class CudaDevice:
         return free
 
     def close(self) -> None:
-        """Stop the copy threads."""
+        """Stop the copy threads and the thread for computations on the host, and call `closed`."""
         for thread in (self._beside, self._loads, self._spills, self._copies):
             thread.close()
         self._closed()

@@ -2,7 +2,8 @@
 
 `SchedulerState` (`state.py`) updates the front whenever a staggered job in flight or a device comes or goes, or such a
 job changes its priority. With `admission="staggered"` every job is staggered, with `"auto"` the jobs that were submitted
-so, with `"eager"` none.
+so, with `"eager"` none. `Scheduler` (`machine.py`), the pool's settings and `Scenario` (`simulate/model.py`) call
+`check_admission`. The module knows jobs by name only, and has no clock, no threads and no lock.
 
 Note: staggered admission. The *front* consists of the oldest staggered jobs in flight, as many as there are devices, by
 priority and then by submission. Jobs that are not staggered have the rank of the front. A device takes a ready unit of
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from hydra_tune.errors import ConfigError
 
 ADMISSIONS = ("auto", "eager", "staggered")
-"""Values of `admission`; the first is the default of a pool. A simulation has no pruner, and takes the others."""
+"""Values of `admission`; the first is the default of a pool. A simulation has no pruner, and takes the other two."""
 
 Age = tuple[int, int, str]
 """Negative priority, order of submission, job: the smallest is the oldest."""
@@ -46,7 +47,8 @@ def _did_you_mean(admission: object) -> str:
 class AdmissionFront:
     """The ages of the staggered jobs in flight; the first `size` jobs are the front.
 
-    Each change moves at most one job across the border, and returns that job, so that the caller can update its level.
+    Each change moves at most one job across the border, besides the job that comes or goes. The change returns the moved
+    job, so that the caller can update the job's level.
 
     Args:
         takes_all: whether every job is staggered, also one that was not submitted so.

@@ -1,7 +1,7 @@
-"""Prints a simulation's figures as a table.
+"""Prints the figures of a simulation, or of the comparison of a recorded run with its simulation.
 
 `hydra-tune simulate` (`cli/commands/simulate.py`) calls `print_result` at the end, or `print_replay` with `--replay`, unless
-`--json` is given.
+`--json` is given. The module must not import the pool, torch or numpy.
 """
 
 from rich.console import Console
@@ -17,7 +17,7 @@ _MOST_DEVICES = 32
 
 
 def print_result(console: Console, result: SimulationResult, best: BestSchedule | None = None) -> None:
-    """Print the devices and the totals.
+    """Print the first 32 devices, the totals and, if known, the makespan of the best schedule.
 
     Args:
         console: output console.

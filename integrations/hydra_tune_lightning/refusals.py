@@ -1,8 +1,9 @@
-"""Everything of a `LightningModule` that the pool would not do exactly, by name, with the reason and the remedy.
+"""Everything of a `LightningModule` or a datamodule that the pool would not do exactly, with the reason and the remedy.
 
-`task_from_lightning` (`task.py`) refuses a module with any of these. A method of `LightningModule` that the module has
-overridden is called as Lightning calls the method, has no effect on a training, or is refused. `options.py` has the
-options of the `Trainer`, `callbacks.py` the callbacks, and `data.py` and `optimizer.py` refuse loaders and optimizers.
+`task_from_lightning` (`task.py`) refuses a module or a datamodule with any of these. A method of `LightningModule` that the
+module has overridden is called as Lightning calls the method, has no effect on a training in a pool, does nothing where
+Lightning's own method does nothing either, or is refused. `options.py` has the options of the `Trainer`, `callbacks.py` the
+callbacks, and `data.py` and `optimizer.py` refuse loaders and optimizers.
 """
 
 import dis
@@ -29,7 +30,7 @@ CALLED = frozenset(
         "val_dataloader",
     }
 )
-"""Methods that are called where Lightning calls them."""
+"""Overridden methods that the package calls where Lightning calls the methods, or that the module's own code calls."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -46,7 +47,7 @@ WITHOUT_EFFECT = frozenset(
         "to_torchscript",
     }
 )
-"""Methods that no training calls."""
+"""Overridden attributes that no training in a pool uses, although Lightning may call some of them in `fit`."""
 
 _USUAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _OWN_STEP = "leave it out, or write the TrainTask yourself (the page 'Bring a plain PyTorch loop' of the documentation)"
@@ -88,7 +89,7 @@ def refusals(module: LightningModule) -> Iterator[str]:
 
 
 def module_refusals(module: nn.Module) -> Iterator[str]:
-    """Describe refused states of a module ready to train."""
+    """Describe refused states of a module ready to train; puts the module in training mode."""
     still = [name or "the module itself" for name, part in module.named_modules() if not part.training]
     module.train()
     stays = [name or "the module itself" for name, part in module.named_modules() if not part.training]
@@ -113,7 +114,7 @@ def datamodule_refusals(datamodule: Any) -> Iterator[str]:
 
 
 def does_nothing(method: Any) -> bool:
-    """Whether a method has no code but a docstring or `pass`."""
+    """Whether a method has no code but a docstring, `pass` or `return None`."""
     code = getattr(method, "__code__", None)
     idle = {"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"}
     return (

@@ -131,7 +131,7 @@ def frozen_id(frozen: FrozenTrial) -> int:
 
 
 class _InterruptSafeTrial(Trial):
-    """A trial whose methods delay Ctrl-C.
+    """A trial whose public methods delay Ctrl-C.
 
     An interrupt in the middle of a statement leaves a connection that locks an SQLite database for as long as a
     reference to the traceback lives. Nobody could mark the trial as failed meanwhile.
@@ -417,7 +417,7 @@ def nothing_new_to_sample(study: Study) -> bool:
 
 
 def completed_needed(pruner: BasePruner) -> int:
-    """Completed trials needed before the pruner can prune; 0 for pruners unknown to Optuna."""
+    """Completed trials needed before the pruner can prune; 0 for pruners that need none or are unknown to Optuna."""
     match pruner:
         case PercentilePruner():  # MedianPruner is one
             return max(1, pruner._n_startup_trials, pruner._n_min_trials)
@@ -439,7 +439,7 @@ def compares_with_completed(pruner: BasePruner) -> bool:
 
 
 def judged_from(pruner: BasePruner) -> int | None:
-    """Step of a trial's first report that the pruner compares with completed trials; None for other pruners."""
+    """Earliest step at which the pruner compares a report with completed trials; None for all but percentile pruners."""
     return pruner._n_warmup_steps if isinstance(pruner, PercentilePruner) else None
 
 

@@ -1,9 +1,10 @@
 """Reads and draws studies for the command line: the entry point `optuna` of the group `hydra_tune.studies`.
 
-The module only reads: a missing storage or study is an error, never created. `hydra-tune list`, `status`, `show`,
-`best`, `plot` and `export` (`hydra_tune/cli/inspect/run_scan.py`) call `read`, `hydra-tune sweep` and `check` call `check`,
-and `hydra-tune plot` and `export` call `plot`. `find_weights` (`finding.py`) calls `stored_study` for `best` and `export`.
-Only `check` imports torch, so that `hydra-tune list` answers at once.
+The module only reads storages: a missing storage or study is an error, never created. `plot` writes a picture to a file.
+`hydra-tune list`, `status`, `show`, `best`, `plot` and `export` (`hydra_tune/cli/inspect/run_scan.py`) call `read`,
+`hydra-tune sweep` and `check` call `check`, and `hydra-tune plot` and `export` call `plot`. `find_weights` (`finding.py`)
+calls `stored_study` for `best` and `export`, and `sweep.py` takes `GIVEN` and `given_params`. Only `check` imports torch,
+so that `hydra-tune list` answers at once.
 """
 
 import io
@@ -60,7 +61,11 @@ class OptunaStudyReader:
         return check_sweep(spec, resume=resume)
 
     def plot(self, storage: str, study: str, path: Path) -> tuple[str, ...]:
-        """Draw a study with Optuna's own plots, one below the other."""
+        """Draw a study with Optuna's own plots, one below the other; return the reasons for missing plots.
+
+        Raises:
+            ConfigError: the study cannot be read, a package for plots is missing, or there is nothing to draw.
+        """
         loaded = stored_study(storage, study)
         as_html = path.suffix.lower() == ".html"
         pictures, missing = [], []
@@ -101,7 +106,7 @@ def given_params(trial: FrozenTrial) -> dict[str, Any]:
 
 @contextmanager
 def _reading(storage: str) -> Iterator[None]:
-    """Silence Optuna's own lines, and name the storage in every error of reading."""
+    """Silence Optuna's own lines below errors, and name the storage in every error of reading."""
     check_file(storage)
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)

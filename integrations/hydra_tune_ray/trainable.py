@@ -5,12 +5,12 @@ one report of the task in the pool. The process must not import torch. People im
 give the returned class to `ray.tune.Tuner`; `sweep.py` does so for each sweep on a cluster. Ray calls the methods of
 `PoolTrainable`, in the trial's process.
 
-Note: Ray's calls and the pool. `step` answers the last report and waits for the next. Between two steps the trial waits
-in the pool, and so never runs ahead of Ray. `save_checkpoint` writes the state of the waiting or ended trial, and a
-ticket. `load_checkpoint` and `reset_config` only note the request. The next `step` continues the trial in place, if it
-still waits at the ticket's report with the same config; else the trial resumes from the files. `cleanup` cancels the
-trial; a trial saved at this very report, as when Ray pauses the trial, is left to its lease instead, so that another
-process may come with the ticket.
+Note: Ray's calls and the pool. `step` answers the last report and waits for the next. Between two steps the trial waits in
+the pool, and so never runs ahead of Ray. `save_checkpoint` writes the state of the waiting or ended trial, and a ticket, or
+a note if the trial has pruned itself. `load_checkpoint` reads the files, and like `reset_config` asks the pool for nothing
+yet. The next `step` continues the trial in place, if the trial still waits at the ticket's report with the same config;
+else the trial resumes from the files. `cleanup` cancels the trial. A trial saved at this very report, as when Ray pauses
+the trial, is left to its lease instead, so that another process may come with the ticket.
 """
 
 import hashlib
@@ -132,7 +132,7 @@ class PoolTrainable(Trainable):
         return {**outcome.metrics, DONE: True}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write the state at the last report, in hydra-tune's format, with a ticket."""
+        """Write the state at the last report, in hydra-tune's format, with a ticket; a note if the trial has pruned itself."""
         assert self._client is not None
         if self._has_pruned_itself:
             # Ray saves every trial at its end by default, and would call this one failed.
@@ -143,7 +143,11 @@ class PoolTrainable(Trainable):
         (Path(checkpoint_dir) / _TICKET).write_text(json.dumps(asdict(ticket)))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Resume from a checkpoint at the next step."""
+        """Read a checkpoint, from which the next step resumes.
+
+        Raises:
+            TrialError: the folder is no checkpoint of a trial in a pool.
+        """
         folder = Path(checkpoint)
         try:
             ticket = TrialTicket(**json.loads((folder / _TICKET).read_text()))
@@ -168,7 +172,7 @@ class PoolTrainable(Trainable):
         return True
 
     def cleanup(self) -> None:
-        """Tell the pool to drop the trial."""
+        """Tell the pool to end the trial, or to leave a trial saved at its last report to the lease."""
         if self._client is not None:
             self._client.leave()
 

@@ -2,7 +2,8 @@
 
 `Trainer.create_optimizer` makes an optimizer for the parameters of one model. `recipe_of` keeps the class, the
 settings and the names of the parameters, and checks that the recipe makes an equal optimizer. `task.py` takes the recipe,
-and turns a `ValueError` from here into a refusal.
+and turns a `ValueError` from here into a refusal. Each trial of the pool calls the factories. The factories must keep no
+parameter of the `Trainer`'s model, and must hand no tensor of theirs to two optimizers.
 """
 
 import inspect
@@ -110,7 +111,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
-        # Hooks, and the note of a scheduler.
+        # Without state, groups and defaults, without hooks, and without a scheduler's note (`_opt_called`).
         if name not in {"defaults", "state", "param_groups", "_opt_called"} and not name.startswith("_optimizer_")
         if _is_plain(value)
     }

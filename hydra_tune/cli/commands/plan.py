@@ -1,7 +1,7 @@
 """`hydra-tune plan`: the arguments. `hydra_tune.cli.dry_run.planning` does the work.
 
 `cli/root.py` adds the command to `hydra-tune`, and users call the command on a sweep file before `hydra-tune sweep`.
-The command imports torch only once the file is read.
+The command imports torch only once the file is read: the module must not import torch at its top.
 """
 
 import sys
@@ -29,7 +29,7 @@ _MOST_OF_A_GRID = 32
 
 def _count(spec: SweepSpec) -> int:
     """Default number of configurations to plan: a whole grid if small enough, else a few."""
-    # A sweep never has more trials than its run_cap, so a plan shows no more.
+    # A sweep never has more trials than its run_cap, so by default a plan shows no more.
     most = spec.run_cap or _MOST_OF_A_GRID
     if (
         spec.method == "grid"

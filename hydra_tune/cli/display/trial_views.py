@@ -1,7 +1,8 @@
 """Plain views of a trial: live views while its job runs, and a final view.
 
-`SweepProgressTracker` (`board.py`) makes live views at each snapshot, and the last view of a trial when the tuner
-reports that the trial has ended or is left to a later run.
+`SweepProgressTracker` (`board.py`) makes live views at each snapshot, and the last view of a trial when the tuner reports
+that the trial has ended or is left to a later run. The tracker calls all functions here under its lock. The module must not
+run anything.
 """
 
 from dataclasses import dataclass, replace

@@ -1,6 +1,8 @@
 """Formats the result of `hydra-tune plan --profile` as text: the paper's Figures 3 and 9, for a terminal or a file.
 
-`run_plan` (`planning.py`) calls `print_figures` after the tables, unless the output is JSON.
+`run_plan` (`planning.py`) calls `print_figures` after the tables, unless the output is JSON. A forecast with neither
+figures nor a reason for their absence prints nothing, as without `--profile`. The module must compute no figures:
+`planner/search/figures.py` does.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ _ASCII = str.maketrans(
 
 
 def print_figures(console: Console, found: Sequence[tuple[int, PoolForecast]]) -> None:
-    """Print the profile of each kind of trial once, and the trials without a profile with the reasons.
+    """Print the profile of each kind of trial once, and each reason for no profile with the trials that have the reason.
 
     Args:
         console: output console.
@@ -106,7 +108,7 @@ def _idle(maps: Sequence[IdleFeatureMap], width: int) -> list[str]:
 
 
 def _curve(curve: Sequence[MemoryCurvePoint], static_bytes: int, width: int) -> list[str]:
-    """Plot memory over time, time to the right and bytes upwards; each column shows its maximum."""
+    """Plot memory beside the static tensors, time to the right and bytes upwards; each column shows its maximum."""
     whole, margin = curve[-1].seconds, 12
     columns = width - margin - 1
     heights, backwards, at = [0] * columns, columns, 0
@@ -170,7 +172,7 @@ def _systems(systems: Sequence[ComparedSystem]) -> list[str]:
 
 
 def _parts(system: ComparedSystem) -> str:
-    """List sub-arrays, runs of equal ones once: `3 x (1, 1)`."""
+    """List sub-arrays, a run of equal sub-arrays once: `3 x (1, 1)`."""
     counted_sizes = [(sizes, len(list(same))) for sizes, same in groupby(system.sub_arrays)]
     return " + ".join(
         f"{count} x ({', '.join(map(str, sizes))})" if count > 1 else f"({', '.join(map(str, sizes))})"

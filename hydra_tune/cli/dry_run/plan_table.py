@@ -1,7 +1,7 @@
 """Formats the result of `hydra-tune plan` as tables and as plain data.
 
-`run_plan` (`planning.py`) makes a `ConfigurationForecast` as each configuration is planned, and at the end prints all
-of them by `print_planned`, or writes each `to_json`.
+`run_plan` (`planning.py`) makes a `ConfigurationForecast` as each configuration is planned, and at the end prints all of
+them by `print_planned`, or writes each `to_json`. The module must plan and train nothing.
 """
 
 from collections import Counter
@@ -159,7 +159,7 @@ def _written(params: Mapping[str, Scalar], names: AbstractSet[str]) -> str:
 
 
 def _alike(found: Sequence[tuple[int, PoolForecast]]) -> list[Text]:
-    """Describe the trials with the same architecture, if any."""
+    """Describe the trials with the same architecture, and the trials whose plan was not checked, if any."""
     numbers: dict[int, list[int]] = {}
     for number, forecast in found:
         architecture = forecast.trials[0].architecture

@@ -1,7 +1,8 @@
 """`SweepRunRecord`: one run of the past or present, with its state.
 
-`run_scan.py` makes the records, `run_output.py` and `trial_output.py` print them, and `cli/run/export.py` takes storage
-and study from them.
+`run_scan.py` makes the records and calls `phase_of`. `run_output.py`, `trial_output.py` and `hydra-tune best`
+(`cli/commands/best.py`) print the records, and `cli/run/export.py` takes storage, study and trials from a record. The
+module must not import torch or a tuner.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from hydra_tune.observe.live.snapshot import ENDED, LEFT, Goal, SweepView, Trial
 
 RunPhase = Literal["running", "killed", "interrupted", "finished", "idle", "unclear"]
 UNDER_WAY = frozenset({"queued", "preparing", "running", "waiting", "paused", LEFT})
-"""States of trials that have begun and not ended."""
+"""States of trials that have not ended, trials left to a later run included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +25,11 @@ class SweepRunRecord:
 
     Args:
         name: of the study, else of the sweep or the log.
-        phase: `running`: its process lives; `killed`: its process ended without a word; `interrupted`: it ended in order
-            before all planned trials; `finished`; `idle`: no trial is running, and neither log nor lock says whether more
-            will;
-            `unclear`: trials are running in the storage, and neither log nor lock says whether their process lives.
+        phase: `running`: a process holds a lock of the run; `finished`: all planned trials have ended, or the log has
+            ended, no number of trials is planned, and all trials have ended; `killed`: the log has no end, and no process
+            holds a lock; `interrupted`: the log has ended before all planned trials or all known trials, or, without a log,
+            trials have not ended and no process holds the lock of the sweep's folder; `idle`: there is no log, and all
+            trials have ended; `unclear`: there is neither log nor folder, and trials have not ended.
         trials: all trials, by number.
         goals: one for each objective; empty where not known.
         best: numbers of the best trials, as the study has them; None where only a log is known.

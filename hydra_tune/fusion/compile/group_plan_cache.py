@@ -1,9 +1,11 @@
 """`GroupPlanCache`: the plans of a group, by the kinds of batches that its members want.
 
-A kind is a mode and a batch signature, and may have several plans, each for other values or numbers. `GroupPlanCache`
-makes a plan when a new kind appears, and finds smaller batches that can be padded and computed together with larger
-batches, such as the last batch of an epoch. `GroupTrial` (`fusion/group/group_trial.py`) asks `GroupPlanCache` whenever
-the group chooses the members to compute next, and `MemberComparison` (`fusion/group/member_comparison.py`) before reports.
+A kind is a mode and a batch signature, and may have several plans, each for other values or numbers. `GroupPlanCache` makes
+a plan when a new kind appears, and finds smaller batches that can be padded and computed together with larger batches, such
+as the last batch of an epoch. `GroupTrial` (`fusion/group/group_trial.py`) asks `GroupPlanCache` whenever the group chooses
+the members to compute next, and `MemberComparison` (`fusion/group/member_comparison.py`) for a member's own plan before a
+comparison. `group_executor.py` and `batch_bucketing.py` in `fusion/group` take `wanted_of`. The module must not decide
+which trials are in a group.
 
 Note: all plans of a group are cut as `first` is, because all run on the state that `first` has cut. Only the thread that
 advances the group may call, except for `make_ready` and `stacked`.
@@ -31,8 +33,8 @@ from hydra_tune.shard.python_state.number_inputs import NumberInputError
 
 _LOGGER = logging.getLogger(__name__)
 
-_MAX_PAIRS = 256  # remembered comparisons of kinds of batches
-_MAX_PLANS = 8  # kept for each kind of batch: steps that depend on values of the batch need several
+_MAX_PAIRS = 256  # remembered comparisons of two plans; a further comparison makes the cache forget all pairs
+_MAX_PLANS = 8  # kept for each kind of batch: steps that depend on values of the batch or on numbers need several
 
 
 class GroupPlanCache:
@@ -68,6 +70,7 @@ class GroupPlanCache:
 
         Raises:
             GroupBatchError: the plan cannot be stacked.
+            NumberInputError: the group has needed too many plans for numbers of this kind of batch.
         """
         request = wanted_of(seat)
         try:

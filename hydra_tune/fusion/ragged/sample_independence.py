@@ -1,13 +1,15 @@
 """Decide whether the samples of a batch are independent, so that a smaller batch can be padded to a larger batch.
 
-The check compares two captured graphs of the same step, for batches of b and of B samples. The graphs must be equal
-except for sizes; a dimension of a node's value that scales as B to b holds the samples. Node by node, the check proves
-that the first b of B samples produce exactly what the smaller batch produces: every operator that receives samples must
-be known to compute each sample separately. The chain ends at a loss that reduces over samples, and the loss is then
-told how many samples count (`masked_loss.py`). `GroupPlanCache` (`fusion/compile/group_plan_cache.py`) asks once for
-each pair of plans whose batches members of a group want at the same time.
+The check compares two captured graphs of the same step, for batches of b and of B samples. The graphs must be equal except
+for sizes; a dimension of a node's value that scales as B to b holds the samples. Node by node, the check proves that the
+first b of B samples produce what the smaller batch produces, up to rounding: every operator that receives samples must be
+known to compute each sample separately. The chain ends at a loss that reduces over samples, and the loss is then told how
+many samples count (`masked_loss.py`). `GroupPlanCache` (`fusion/compile/group_plan_cache.py`) asks for a pair of plans
+whose batches members of a group want at the same time, and remembers the answers for a while. The module must not know
+groups.
 
-Note: an operator that no rule knows is refused. A wrong acceptance would change losses and gradients silently.
+Note: an operator that receives samples and that no rule knows is refused. A wrong acceptance would change losses and
+gradients silently.
 
 Note: why the padding may hold any finite value. No value of the first b samples depends on the padding, and nothing
 computed from the padding reaches a loss; its gradients are zeros times finite numbers.
@@ -117,7 +119,7 @@ def counted_losses(one: PlanBatchSpec, other: PlanBatchSpec) -> dict[str, Masked
 
 
 class _SampleWalk:
-    """Walks both graphs in parallel.
+    """Walks both graphs node by node, side by side.
 
     Args:
         samples: number of samples in the small and in the large batch.
@@ -153,7 +155,7 @@ class _SampleWalk:
                 raise UnfusableError("its graph has a region with a grad mode of its own (torch.no_grad())")
 
     def dim(self, node: Any) -> Any:
-        """Return the dimension of a node's value that holds the samples."""
+        """Return the dimension of a node's value that holds the samples; None: no samples."""
         return self._dims[node] if isinstance(node, fx.Node) else None
 
     def _argument(self, number: int, a: fx.Node, b: fx.Node) -> int | None:
@@ -235,7 +237,7 @@ class _SampleWalk:
         return keeps_samples_apart(self.dim, node, made)
 
     def _scaled(self, small: Any, large: Any, node: fx.Node) -> int | None:
-        """Return the dimension that scales with the number of samples."""
+        """Return the dimension that scales with the number of samples; None: all sizes are equal."""
         if not isinstance(small, Tensor) or not isinstance(large, Tensor):
             if small is None and large is None and node.op == "call_function":
                 return None

@@ -3,6 +3,7 @@
 `HostTier` (`host_tier.py`) keeps an entry for each block, and applies the rules whenever a host copy has to make room.
 
 Note: locks. The rules read blocks without their locks, so the tier asks a rule again once the tier has the block's lock.
+The rules must change nothing, and must not copy to devices.
 """
 
 from dataclasses import dataclass
@@ -44,11 +45,12 @@ class HostTierEntry:
 def worth(entry: HostTierEntry, now: int) -> tuple[bool, bool, int, int]:
     """Sort key for giving copies up, lowest first.
 
-    A failed trial's copies go first. A copy with a duplicate on a device costs nothing. A copy refused by the disk is
-    tried last.
+    A failed trial's copies go first. Of the rest, a copy refused by the disk is tried last. Otherwise a copy with a duplicate
+    on a device comes first, because the copy costs nothing, and a copy in transit last. Among equals, the copy with the
+    farthest next use comes first.
     """
     rank = 0 if is_on_device(entry.block) else 2 if is_moving(entry.block) else 1
-    # False sorts before True: copies of failed trials first, refused copies last.
+    # False sorts before True: copies of failed trials first, and in either class refused copies last.
     return entry.is_wanted, entry.is_refused, rank, -entry.uses.distance(now)
 
 
@@ -72,12 +74,15 @@ def may_always(entry: HostTierEntry, now: int) -> bool:
 
 
 def is_far(entry: HostTierEntry, now: int) -> bool:
-    """Rule for work ahead: a copy may go if no unit needs the copy as soon, and no write-back is wasted."""
+    """Rule for work ahead: a copy may go if a device has the bytes, or if the next use is far and no background copy moves.
+
+    A copy that the disk has refused may not go.
+    """
     if entry.is_refused:
         return False
     return is_on_device(entry.block) or (not is_moving(entry.block) and entry.uses.distance(now) > AHEAD)
 
 
 def costs_nothing(entry: HostTierEntry, now: int) -> bool:
-    """Rule for callers that must not wait for the disk."""
+    """Rule for callers that must not wait for the disk: a far copy may go if its bytes are in the file or on a device."""
     return is_far(entry, now) and (entry.is_stored or is_on_device(entry.block))

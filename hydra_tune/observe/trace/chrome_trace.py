@@ -2,7 +2,8 @@
 
 A device has a row of units and, below, a row of updates on the host and rows of loads, spills and blocks from other
 devices. Background copies are apart from copies that a unit waited for. Overlapping copies get separate rows.
-`hydra-tune trace` (`cli/commands/trace.py`) calls `write_trace` once the figures are computed and any plot is drawn.
+`hydra-tune trace` (`cli/commands/trace.py`) calls `write_trace` once the figures are computed and any plot is drawn. The
+module must read the log only, never a running pool.
 """
 
 import heapq
@@ -91,7 +92,7 @@ def _units(log: RunLog, device: str, process: int) -> Iterator[dict[str, Any]]:
 
 
 def _host_updates(log: RunLog, device: str, process: int) -> Iterator[dict[str, Any]]:
-    """Updates on the host share one row, because a single thread makes the updates one after another."""
+    """Updates on the host share one row, because a single thread of the device makes the updates in turn."""
     row = (process, _HOST_UPDATES)
     updates = [update for update in log.host_updates if update.device == device]
     if updates:
@@ -178,7 +179,10 @@ def by_job(log: RunLog) -> Mapping[str, list[LoggedJobEvent]]:
 
 
 def stays(job: str, events: Sequence[LoggedJobEvent], end_ns: int) -> Iterator[JobStatePeriod]:
-    """Iterate over a job's states in order: queued, preparing, running, waiting (for an answer), paused, ending."""
+    """Iterate over a job's periods in order, each in one state.
+
+    The states are queued, preparing, running, waiting (for an answer), paused and ending; a state may come again.
+    """
     base, is_paused = "queued", False
     state, since_ns = base, events[0].at_ns
     for event in events:

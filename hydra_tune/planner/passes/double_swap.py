@@ -4,7 +4,7 @@ The paper has no such step: its maps stay from the first use in the backward to 
 exists, so a map that the backward leaves unchanged need not be copied out again. The map is freed behind a use, and
 copied back before the next use. `swap_recompute.py` calls `returned` in a round without candidates, once the segment
 has no forward operator left to take out, and simulates the segment again after each call. `planner/ir/lowering.py` turns
-each entry of `returns` into an early end of the map and a copy back.
+each entry of `returns` into an early end of the map and a copy back. A pass must not run a step or read a clock.
 """
 
 from bisect import bisect_left
@@ -18,7 +18,8 @@ from hydra_tune.planner.ir.step_profile import FeatureMap
 def absence(schedule: SubArraySchedule, side: int, one: FeatureMap, rank: int) -> tuple[int, int] | None:
     """Return the uses of a feature map before and after a backward operator, if the map may leave in between.
 
-    None where the map may not leave, where the operator uses the map, and where the map is away already.
+    None where the map may not leave, where the operator uses the map, where no use comes before or none comes after, and
+    where the map is away already.
 
     Args:
         schedule: the decisions.

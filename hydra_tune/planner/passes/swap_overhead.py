@@ -1,9 +1,10 @@
 """Algorithm C: the delay that a swap would cause, and the place where the copy back would begin.
 
-`swap_recompute.py` asks for a proposal for each candidate that might be swapped. The swap is added to a copy of the
-schedule. Forward operators of the other sub-array are multiplexed before the feature map's first use in the backward,
-as long as they hide more of the copy and memory allows. The copy then begins as many backward operators earlier as are
-needed to hide the rest and as leave room for the map.
+In each round with a candidate to swap, `swap_recompute.py` asks for a proposal for the candidate that lies idle longest; at
+the end, `polish` there asks once more for swaps that delay the step. A pass must not run a step or read a clock. The swap
+is added to a copy of the schedule. Forward operators of the other sub-array are multiplexed before the feature map's first
+use in the backward, as long as the operators hide more of the copy and memory allows. The copy then begins as many backward
+operators earlier as are needed to hide the rest and as leave room for the map.
 
 Differs from the algorithm as printed:
 * The result is a proposal, and `swap_recompute.py` takes or leaves the proposal. An unsafe forward operator is taken
@@ -107,10 +108,10 @@ class _SwapOverheadSearch:
         self._now = simulated(self._trial, self._segment)
 
     def proposal(self, *, is_interleaved: bool) -> SwapProposal:
-        """Return the prompt and slots of the swap that delay the segment least, and the seconds of the delay.
+        """Return the prompt and slots that the search finds for the swap, and the seconds of the delay.
 
         Args:
-            is_interleaved: whether forward operators of the other sub-array may run while the copy waits.
+            is_interleaved: whether forward operators of the other sub-array may run beside the copy.
         """
         if self._candidate.name in self._array.at_once:
             # The computing thread makes both copies itself, so nothing runs beside them.

@@ -1,7 +1,7 @@
 """Algorithm H: run merged graphs node by node, with copies beside the computation (`copy_engine.py`).
 
-`MergedGraphRunner` (`runner.py`) makes an interpreter for each merged graph before the first step, and calls `run` for
-each segment.
+`MergedGraphRunner` (`runner.py`) makes an interpreter for each merged graph before the first step, and calls `run` for each
+segment, on the thread of a device's worker. The module must not decide anything: all decisions are nodes of the graph.
 
 Differs: the algorithm reads attributes of nodes (`to_prefetch`, `to_recompute`, `to_delete`, `to_ofload`). Here the
 attributes are nodes of the graph, so the interpreter only maps nodes to actions. The memory of an offloaded storage is

@@ -1,7 +1,9 @@
 """`FusionAdvisor`: suggests fusion, once, where trials are short, alike and run one by one.
 
 `Worker` (`pool/runtime/worker.py`) shows a trial to the pool's `FusionAdvisor` after each unit, if the executor has
-`fusion="off"`, until the advisor is over. The advisor must keep no trial and no model alive.
+`fusion="off"`, until the advisor is over. `Pool.hint_at_fusion` (`pool/pool.py`) makes the advisor. The advisor must keep
+no trial and no model alive. Several workers may call `look` at once: a lock guards the counts, and the log line is written
+outside the lock.
 """
 
 import logging
@@ -38,7 +40,7 @@ class FusionAdvisor:
         self._seen: WeakSet[Trial] = WeakSet()  # weak: a hint must not keep models alive
 
     def look(self, trial: Trial, num_trials: int) -> None:
-        """Look at a trial that has run some steps; on the trial's worker thread.
+        """Look at a trial after a unit; the trial's worker calls on the worker's own thread.
 
         Args:
             trial: the trial.

@@ -6,7 +6,11 @@ that plans are made for GPUs; `PlanLibrary` (`shard/partition/plan_cache.py`) en
 on the host, and a region of autocast without a dtype has the dtype that such a region has on a GPU.
 
 Note: layers of torch compute otherwise while a mode of functions is active (`nn.TransformerEncoderLayer` has a fast path).
-A capture has such modes anyway. An eager run, with which the capture is compared, has the mode only if the code names a GPU.
+A capture has such modes anyway. An eager run, with which the capture is compared, has the mode only if an earlier
+step within the same `preparing_for_gpus` has named a GPU or used a tensor there, or if no step has run yet.
+
+Note: threads and writes. `preparing_for_gpus` holds for the calling thread alone. A step may read a tensor on a GPU, and
+must not write such a tensor: the write would go to the copy. The module must not know budgets or cuts.
 """
 
 from collections.abc import Iterator

@@ -1,12 +1,12 @@
 """Predicts the bytes moved between a device and the host in an optimizer step, from the pilot's costs of the shards.
 
-The module simulates a trial alone on its device for a few steps: the blocks needed by each unit, the victims spilled in
-the pager's order, and the blocks sent ahead meanwhile. Several batches of a step go through each shard together or one
-after the other, as in training (`train/parallel/batch_grouping.py`). The simulation moves whole shards, so a
-prediction takes milliseconds, whereas a rehearsal (`train/timing/fake_trial.py`) takes seconds, and the prediction
-also works for cuts not yet made. While a step is planned, `shard/partition/shard_size_search.py` (cuts),
-`optimizer_placement.py` (places of the updates) and `step_estimate.py` (numbers of pieces) ask for the prediction. While
-a step runs, `train/parallel/batch_grouping.py` asks `is_worth_grouping`.
+The module simulates a trial alone on its device for a few steps: the blocks needed by each unit, the victims spilled in the
+pager's order, and the blocks sent ahead meanwhile. Several batches of a step go through each shard together or one after
+the other, as in training (`train/parallel/batch_grouping.py`). The simulation moves whole shards, so a prediction takes
+milliseconds, whereas a rehearsal (`train/timing/fake_trial.py`) takes seconds, and the prediction also works for cuts not
+yet made. While a step is planned, `shard/partition/shard_size_search.py` (cuts), `optimizer_placement.py` (places of the
+updates) and `step_estimate.py` (numbers of pieces) ask for the prediction, with the `StepAccessPattern` of
+`shard/partition/partition_planner.py`. While a step runs, `train/parallel/batch_grouping.py` asks `is_worth_grouping`.
 
 Note: the orders copy `memory/pager.py` and `memory/prefetch.py`, which this module must not import; a change there
 needs a change here. `tests/integration/test_packing.py` compares the prediction with a rehearsal.
@@ -218,7 +218,7 @@ class _TrafficSimulator:
         self._sizes = sizes
         self._budget = budget_bytes
         self._resident: dict[PlayedBlock, bool] = {}  # -> whether dirty; least recently used first
-        self._away: set[PlayedBlock] = set()  # values that have been spilled
+        self._away: set[PlayedBlock] = set()  # blocks other than state that have been written back
         self._leaving: set[PlayedBlock] = set()  # written back ahead; leave first
         self._sent: dict[PlayedBlock, int] = {}  # sent ahead and not used yet -> value of `_now` at that time
         self._free_bytes = budget_bytes
@@ -279,7 +279,11 @@ class _TrafficSimulator:
             self._remove(victim)
 
     def _victims(self, kept: Sequence[PlayedBlock]) -> list[PlayedBlock]:
-        """Victims in the pager's order: leaving blocks; optimizer state, most recent first; the rest, least recent first."""
+        """Victims in the pager's order.
+
+        First leaving blocks, then optimizer state, most recent first, then the rest, least recent first, and last the
+        blocks sent ahead for the present units.
+        """
         free = [block for block in self._resident if block not in kept]
         sent_blocks = [block for block, sent in self._sent.items() if self._now - sent <= _SENT_UNITS]
         leaving = [block for block in free if block in self._leaving]

@@ -3,7 +3,9 @@
 The module uses only the interface of `torch.optim.Optimizer`, so a user's class is measured as well. `PlanLibrary`
 (`shard/partition/plan_cache.py`) makes a pilot for each training step that needs a plan, and the optimizer checks in
 `shard/verify/`, `update_seconds` (`optimizer_placement.py`) and rehearsals (`train/timing/fake_trial.py`) step stand-ins
-made by this module. `ModelState` (`train/state/model_state.py`) asks here about a user's own `zero_grad`.
+made by this module. `shard/execute/eager_plan.py` makes a pilot for a step that is never captured. `ModelState`
+(`train/state/model_state.py`) and `fusion/matching/fusion_key.py` ask here about a user's own `zero_grad`. The module must
+not know the pager.
 
 Note: stand-ins. A step of a stand-in must change nothing of the trial: a stand-in has parameters, state and containers of
 its own, and `trying` puts back the objects that a stand-in shares with the trial's optimizer, and the random streams. The
@@ -56,7 +58,7 @@ _ZEROING = (
     "no_grad",
 )
 _RATE = 0.1  # replaces a rate of 0 at the start of a schedule, with which no difference would show
-_LATE = 10_000  # a step number by which every optimizer does all of its work
+_LATE = 10_000  # a step number by which every optimizer of torch's does all of its work
 # Bytes of parameters, below which running real operators is faster than following the operators on fakes.
 _SMALL_BYTES = 4 << 20
 _MAX_KNOWN = 1 << 12
@@ -160,7 +162,10 @@ def _measured(
     alignment: int,
     original: Optimizer | None,
 ) -> tuple[int, int, int]:
-    """Measure by the quickest way that works: small tensors as real tensors, large tensors as stand-ins without bytes."""
+    """Measure by the quickest way that works.
+
+    Small tensors are real tensors, large tensors stand-ins without bytes, and real tensors where no such step works.
+    """
     nbytes = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name, _ in members)
     ways: tuple[_Make, ...] = (_meta_leaf, partial(fake_like, RehearsalFakeMode())) if nbytes > _SMALL_BYTES else ()
     for make in ways:
@@ -255,7 +260,7 @@ def stand_in_for(optimizer: Optimizer, members: list[tuple[str, int]], leaves: l
 
 
 def use_rates(stand_in: Optimizer) -> None:
-    """Give a stand-in a rate where a schedule begins at 0."""
+    """Give each parameter group of a stand-in a learning rate in place of a rate of 0, with which a schedule may begin."""
     for options in stand_in.param_groups:
         rate = options.get("lr")
         if rate is not None and not rate:
@@ -269,7 +274,10 @@ def is_of_torch(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def trying(optimizer: Optimizer, original: Optimizer | None = None) -> Iterator[None]:
-    """Context for steps of stand-ins, at whose end the objects that they share with a trial's optimizer are as before.
+    """Context for steps of stand-ins, at whose end the objects shared with a trial's optimizer are as before.
+
+    So are the random streams. For an optimizer of torch's own, whose steps change no shared object, only the streams are put
+    back.
 
     Args:
         optimizer: the trial's optimizer, or a copy without parameters.
@@ -304,7 +312,7 @@ def _shared(optimizer: Optimizer, outer: tuple[Optimizer, ...] = ()) -> dict[str
 
 
 def zeroes_more_than_gradients(optimizer: Optimizer) -> bool:
-    """Whether the user's own `zero_grad` may do anything else than to pass the call on."""
+    """Whether the user's own `zero_grad` may do anything else than pass the call on or drop or zero gradients."""
     if "zero_grad" in vars(optimizer):
         return True
     inner = {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}

@@ -1,7 +1,8 @@
 """Finds the operators of a model to cut for `split_operators`, and the positions of the cuts; refuses others with a reason.
 
-`split_operators` (`operator_splitting.py`) asks an `OperatorTree` for all cuts before the first weight is taken apart.
-The module knows modules and their parameters, and must change nothing: a refusal leaves the model whole.
+`split_operators` (`operator_splitting.py`) asks an `OperatorTree` for all cuts before the first weight is taken apart. The
+module knows modules and their parameters, and must change nothing: a refusal leaves the model whole. The module must not
+know plans.
 """
 
 import difflib
@@ -159,7 +160,7 @@ class OperatorTree:
             )
 
     def _dim(self, module: Operator) -> int:
-        """Dimension of the cut: rows for a Linear and a tied Embedding; columns, which are exact, for other Embeddings."""
+        """Dimension of the cut: rows for a Linear and an Embedding tied to a Linear; columns, which are exact, for the rest."""
         return int(not any(isinstance(other, nn.Linear) for other in self._holders.get(id(module.weight), ())))
 
     def _size(self, module: Operator) -> int:

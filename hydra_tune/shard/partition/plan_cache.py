@@ -1,18 +1,19 @@
-"""The library of plans: captures, cuts, pilots and verifies each kind of step once, on behalf of the first trial that asks.
+"""The library of plans: captures, cuts, pilots and verifies a kind of step for the first trial that asks, and keeps the plan.
 
-A library serves a single pool, because the devices of the pool decide the budget of every cut. A thousand trials that
-differ only in learning rate pay for a single capture.
+A library serves a single pool (`pool/runtime/settings.py` makes both), because the devices of the pool decide the budget of
+every cut. A thousand trials that differ only in learning rate pay for a single capture.
 
 A trial (`train/loop/plan_cache.py`) asks for a plan when a new kind of batch comes; so do fused groups
 (`fusion/compile/batched_plan_cache.py`) and, with the library of `for_plans`, the trials of a dry run
-(`pool/dry_run/report.py`). `train/loop/microbatch_choice.py` asks `foresee` for the number of pieces of a batch. The module
-must not know the course of a trial, the schedule, or the places of blocks.
+(`pool/dry_run/report.py`). `train/loop/microbatch_choice.py` asks `foresee` for the number of pieces of a batch. Trials and
+groups also compare plans again, by `check_again` and `confirm`. The module must not know the course of a trial, the
+schedule, or the places of blocks.
 
 Note: locks and streams. One lock serves all threads of a pool, and is held during a capture and a check. A thread leaves
 the capture gate before the thread waits for the lock. The random streams of the calling thread are as before afterwards.
 
 Note: only plans of graphs are shared. A plan that runs whole is made for its trial, because the plan holds the trial's
-module; of such a step the library keeps the reason.
+module; of a step that cannot be captured the library keeps the reason. A kept plan may be dropped for newer plans.
 """
 
 import functools
@@ -73,8 +74,8 @@ from hydra_tune.shard.verify.step_outcome import StepEffects, UnitSeconds
 from hydra_tune.shard.verify.value_numbering import ValueNumbering, ValuesNeededError
 from hydra_tune.task import TrainTask
 
-_MAX_PLANS = 128  # kept for future trials; running trials hold their own plans
-_MAX_ANSWERS = 8  # kept per kind of batch, for steps that read values of the batch
+_MAX_PLANS = 128  # kinds of steps kept for future trials; running trials hold their own plans
+_MAX_ANSWERS = 8  # plans kept for each kind, for steps that read values of the batch, numbers or files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -123,13 +124,13 @@ class _PlanLibraryEntry:
 
 @dataclass(slots=True)
 class _ShardPlanCache:
-    """Plans by key, least recently used first, and the lock for reading and writing the plans."""
+    """Plans by key, least recently used key first, and the lock of the libraries that share the plans."""
 
     plans: OrderedDict[Hashable, list[_PlanLibraryEntry]] = field(default_factory=OrderedDict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def keep(self, key: Hashable, entry: _PlanLibraryEntry) -> None:
-        """Store a plan, and drop the least recently used plans beyond the limits."""
+        """Store an entry; drop the oldest entries of the key and the least recently used keys beyond the limits."""
         entries = self.plans.setdefault(key, [])
         if not any(known is entry for known in entries):
             entries.append(entry)
@@ -255,7 +256,7 @@ class PlanLibrary:
 
     @contextmanager
     def _preparing(self) -> Iterator[None]:
-        """Context in which steps run on the host."""
+        """Context in which the thread holds the lock, and steps run on the host; the random streams are restored at the end."""
         with ExitStack() as held:
             # The holder of the lock may wait for all others to leave the gate.
             with GATE.left():

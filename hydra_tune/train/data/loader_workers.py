@@ -1,12 +1,14 @@
 """Safe start and end of a `DataLoader`'s worker processes: no worker hangs, and no worker is left behind.
 
 `HydraExecutor` (`executor.py`) calls `prepare` when a task is submitted and `leave` when the executor shuts down, and
-`TrialDataFeed` (`data_feed.py`) calls `ready` before the workers of a pass start.
+`TrialDataFeed` (`data_feed.py`) calls `ready` before the workers of a pass start, and `end` after a pass. `HydraExecutor`
+also asks `is_worker_starting`, because a new worker may import a script that makes an executor.
 
-Note: fork. A process with many threads must not fork: a lock held by another thread at the fork stays locked in the
-child for ever. So unless the user chose a context, workers are forked by `worker_server`, a process without threads. A
-loader's parts are pickled each time workers start, so workers get the present state. `ready` must run outside the
-capture gate, because moving tensors to shared memory needs the gate for itself. This module knows nothing of trials.
+Note: fork. A process with many threads must not fork: a lock held by another thread at the fork stays locked in the child
+for ever. So unless the user chose a context or another start method, workers are forked by `worker_server`, a process
+without threads. A loader's parts are pickled each time workers start, so workers get the present state. `ready` must run
+outside the capture gate, because moving tensors to shared memory needs the gate for itself. This module knows nothing of
+trials.
 """
 
 import copy

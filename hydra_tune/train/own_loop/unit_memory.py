@@ -1,8 +1,9 @@
 """`LoopUnitMemory`: the room that the units of a loop take beside the registered state.
 
-The first units are followed: a mode sees each operator and takes room on the device's ledger before the operator
-allocates (`train/loop/workspace_tracker.py`). Later units get the most that these took. Whatever the loop keeps from unit
-to unit without registering it counts, as long as a followed unit has made it.
+The first two units are followed: a mode sees each operator and takes room on the device's ledger before the operator
+allocates (`train/loop/workspace_tracker.py`). In other precisions than float32 no mode follows, and only tensors saved by
+autograd are seen. Later units get the most that these took. An unregistered value that the loop keeps from unit to unit
+counts, as long as a followed unit has made the value.
 
 `LoopTrial` (`loop_trial.py`) enters `unit` on the loop's own thread, and a burst (`train/loop/burst.py`) enters `held` on
 the thread of the device.
@@ -78,7 +79,7 @@ class LoopUnitMemory:
     Attributes:
         workspace_bytes, passes_gate: as of `BurstSteps`.
         device: device of the present or last unit.
-        has_followed: whether the unit that has just ended was followed.
+        has_followed: whether the present or last unit is followed.
     """
 
     passes_gate = False

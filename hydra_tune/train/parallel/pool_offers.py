@@ -1,8 +1,12 @@
 """Requests of a trial to the pool for idle devices.
 
-Before each optimizer step of several batches, `SingleTrial` (`train/single_trial.py`) asks through `arrange`
+Before an optimizer step of several batches, `SingleTrial` (`train/single_trial.py`) asks through `arrange`
 (`step_strategy.py`) for devices to help, and for the number of batches under way at once; `JobDeviceLender`
-(`pool/devices/idle_devices.py`) answers. `OptimizerStep` (`train/loop/optimizer_step.py`) follows the `StepStrategy`.
+(`pool/devices/idle_devices.py`) answers. `OptimizerStep` (`train/loop/optimizer_step.py`) follows the `StepStrategy`. A
+rehearsal (`train/timing/fake_trial.py`) makes a strategy of its own.
+
+Note: order. `arrange` calls `offer` and `ask`, and `SingleTrial` calls `leave` after the batches. Where the host has no
+room for the batches drawn ahead, `SingleTrial` calls `leave` and `decline` at once. The module must not choose devices.
 """
 
 from dataclasses import dataclass
@@ -31,7 +35,7 @@ class DeviceLender(Protocol):
         """
 
     def leave(self) -> None:
-        """Give back the grant: the step's batches have run."""
+        """Give back the grant, once the step's batches have run, or before `decline`."""
 
     def decline(self, way: str) -> None:
         """Decline the way, after `leave` and before any unit: the step runs on a single device."""
