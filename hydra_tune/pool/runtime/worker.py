@@ -8,7 +8,7 @@ the worker's thread. The module must not choose units or know how a unit compute
 runs itself under the worker's pager. Nor may the module know how groups form.
 
 Note: locks. A unit holds the turn on the device (`DeviceUseLock`), so that no borrower uses the device meanwhile; a burst
-holds the job's turn as well. The pool's lock is never held while a unit runs or a block moves.
+holds the job's turn as well. The worker runs units without the pool's lock.
 
 Note: threads. While a trial waits for its loader, `LoaderWatchdog` (`pool/faults/loader_watchdog.py`) has the pool start
 a second thread of the same `Worker`. The first thread brings the trial's next unit back (`JobDispatcher.came_back`) and

@@ -5,7 +5,7 @@ package. Of a function that a factory or decorator of a package returns, the wal
 follows the function that a wrapper names as wrapped. Of an object of the user's, the walk notes the attributes that the
 walked code names; of an object of an installed package, all attributes, unless `_NOT_FOLLOWED` has the package. Where code
 reads attributes by any name (`takes_all`), all attributes of an object count. The module must not import captures, plans or
-trials, and a walk must not run the user's code or change a value.
+trials, and a walk must not call the functions that the walk follows, or change a value.
 """
 
 import abc
