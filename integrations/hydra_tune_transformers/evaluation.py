@@ -6,7 +6,7 @@ predictions or labels goes to the pool flat, beside its sizes: `logits.0` and `l
 ends a training. `task.py` makes all three, as `evaluate`, `finish` and `stop` of the task; `search.py` names the metrics of
 a search by `OBJECTIVE`. The module must not know shards or devices.
 
-Note: bits. The loss and the metrics equal those of `Trainer` to the last bit, so the order of the operations counts.
+Note: bits. On a CPU, the loss and the metrics equal those of `Trainer` to the last bit, so the order of the operations counts.
 
 Note: `compute_metrics` of all trials runs under one lock of the process (`_ONE_AT_A_TIME`); code within must not wait for
 another trial.

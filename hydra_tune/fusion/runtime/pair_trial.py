@@ -48,7 +48,7 @@ class PairTrial(Trial):
         groups: the groups of the sides.
         library: provides plans of single members.
         device: any device of the pool, for host memory.
-        desk: the delegate of both groups.
+        desk: the delegate of the pair; each group asks its side instead.
         planner: plans the merged steps.
         host, tenant: as of `Trial`.
 

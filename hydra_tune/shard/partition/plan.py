@@ -131,8 +131,9 @@ class ShardPlan:
     def may_be_pipelined(self) -> bool:
         """Whether several batches of a step may run at once if each shard's units run in the order of the batches.
 
-        False for a single shard. The order holds in a pipeline, and also if all batches go through a shard before the next
-        shard is loaded. A forward may then overwrite buffers (BatchNorm), unless another shard uses the buffers.
+        False for a single shard, and in the last three cases of `may_run_beside`. The order holds in a pipeline, and
+        also if all batches go through a shard before the next shard is loaded. A forward may then overwrite buffers
+        (BatchNorm), unless another shard uses the buffers.
         """
         if not self._may_wait or len(self.shards) == 1:
             return False
