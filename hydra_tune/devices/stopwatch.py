@@ -1,7 +1,9 @@
 """Stopwatches for device work: the host's clock on CPU devices, events on the compute stream on GPUs.
 
-`run_unit` (`train/loop/batch_units.py`) runs a device's stopwatch, which `Device.stopwatch` makes, around each unit, and
-`planner/run/step_timer.py` makes a `CudaStopwatch` for planned graphs on a GPU.
+`Device.stopwatch` makes a device's stopwatch (`cpu.py`, `cuda.py`, `weightless.py`). `run_unit`
+(`train/loop/batch_units.py`) runs a stopwatch around each unit, `Worker` (`pool/runtime/worker.py`) reads the end of a
+unit, and `planner/run/step_timer.py` makes a `CudaStopwatch` for planned graphs on a GPU. The module must not know blocks,
+models or trials. A stopwatch belongs to one thread, and has no lock.
 
 Note: a GPU runs behind the host. A request takes the host almost no time, so the host's clock says nothing about the
 GPU, and waiting for the GPU after each piece of work would make the GPU idle. So an event is recorded at either end of

@@ -1,13 +1,14 @@
-"""`WeightlessDevice`: a stand-in for a device where only sizes count: no copies, and memory allocated by the caller.
+"""`WeightlessDevice`: a stand-in for a device where only sizes count: copies move nothing, and nothing is sent to a GPU.
 
 Inside torch's `FakeTensorMode`, the allocated memory takes no space, so a step can be rehearsed for a device that does
-not exist. `PoolRehearsal` (`pool/dry_run/executor.py`) runs units on such devices while `HydraExecutor.plan` forecasts
-a pool.
+not exist. `pool/dry_run/report.py` makes the devices, and `PoolRehearsal` (`pool/dry_run/executor.py`) runs units on the
+devices while `HydraExecutor.plan` forecasts a pool. The module must not know blocks, models or trials. A device has no
+thread and no lock: one thread rehearses.
 
-Note: virtual clock. `PoolRehearsal` advances `now` by the units' times. An awaited copy advances `now` itself. A
-background copy is over when the clock has reached the copy's end. Background copies run in sequence. On a link shared
-by all copies, an awaited copy overtakes every copy that has not begun. If the cost of copies is unknown, a background
-copy ends with the unit beside which it began.
+Note: virtual clock. `PoolRehearsal` advances `now` by the units' times. An awaited copy advances `now` itself, if the
+cost of copies is known. A background copy is over when the clock has reached the copy's end. Background copies run in
+sequence. On a link shared by all copies, an awaited copy overtakes every copy that has not begun. If the cost of copies
+is unknown, a background copy ends with the unit beside which it began.
 """
 
 from collections import deque
@@ -195,7 +196,7 @@ class WeightlessDevice:
         self._make(pairs)
 
     def stopwatch(self) -> WallStopwatch:
-        """Return a stopwatch on the host's clock; nobody reads it."""
+        """Return a stopwatch on the host's clock, which the virtual clock ignores."""
         return WallStopwatch()
 
     def unit_memory(self) -> None:

@@ -1,12 +1,17 @@
 """`Lease`: device memory held by a unit while the unit runs.
 
-A unit (`train/loop/batch_units.py`, `train/loop/burst.py`, `fusion/group/multi_step_unit.py`) enters a lease before
-computing: the lease pins the unit's blocks, has the pager bring the blocks to the device, and reserves workspace for
-intermediate tensors. Results become blocks out of the workspace. The end of the lease unpins the blocks and gives the
-rest of the workspace back. The loader's watchdog (`pool/faults/loader_watchdog.py`) may end the lease of a burst that
-waits for a batch.
+A unit has `Pager.lease` (`pager.py`) make a lease, and enters the lease before computing: the lease pins the unit's
+blocks, has the pager bring the blocks to the device, and reserves workspace for intermediate tensors. Results become
+blocks out of the workspace. The end of the lease unpins the blocks and gives the rest of the workspace back. Units are in
+`train/loop/` (`batch_units.py`, `training_batch.py`, `burst.py`), `train/parallel/parallel_batch.py`,
+`train/state/replicas.py`, `fusion/group/multi_step_unit.py` and `fusion/runtime/paired_unit.py`. The loader's watchdog
+(`pool/faults/loader_watchdog.py`) may end the lease of a burst that waits for a batch.
 
-Note: a lease serves a single unit. Nobody may ask an ended lease for room: the room would never be given back.
+Note: a lease serves a single unit. Nobody may ask an ended lease for room: the room would never be given back. The module
+must not know models or steps.
+
+Note: locks. Entering, changing and ending a lease takes the locks of blocks, so a caller must hold neither a block's lock
+nor the pool's lock.
 """
 
 import threading
@@ -36,7 +41,7 @@ class Lease:
     gives up memory no longer needed by the backward pass. The record still attributes such calls to the worker.
 
     Attributes:
-        has_ended: whether the lease holds nothing any more.
+        has_ended: whether `end` has been called; set before the lease gives anything back.
     """
 
     def __init__(self, pager: "Pager", blocks: list[Block], workspace_bytes: int) -> None:
@@ -79,7 +84,7 @@ class Lease:
         self.end()
 
     def end(self) -> None:
-        """Give everything back, once; called by the unit's thread, or by a thread that waits for the unit."""
+        """Give everything back, once; called by the unit's thread, or by the loader's watchdog while the unit draws a batch."""
         with self._end_lock:
             # Only the check is under the lock: giving back takes block locks.
             if self.has_ended:
@@ -94,7 +99,7 @@ class Lease:
         """Return the block under a tensor: a block of the lease, or a new block made from the workspace.
 
         Raises:
-            BudgetError: the unit made more than its workspace.
+            BudgetError: the unit made more than its workspace, and the growth does not fit the budget.
         """
         storage = storage_identity(tensor)
         block = self._storages.get(storage)
@@ -180,7 +185,7 @@ class Lease:
         return block is not None and block.kind in kinds
 
     def would_fit(self, nbytes: int) -> bool:
-        """Whether a lease of the same blocks and `nbytes` of workspace fits the device."""
+        """Whether a lease of the same blocks and `nbytes` of workspace fits the device's budget, with nothing else there."""
         # An absorbed block is still listed, but its bytes are workspace now.
         blocks = (block for block in self._blocks if block.state is not BlockState.DROPPED)
         return sum(block.nbytes for block in blocks) + nbytes <= self._pager.ledger.budget_bytes
@@ -217,9 +222,9 @@ class Lease:
 
     @contextmanager
     def spilling_activations(self) -> Iterator[None]:
-        """Context that keeps tensors saved by autograd on the host, except the lease's own blocks.
+        """Context that keeps large tensors saved by autograd on the host, except the lease's own blocks.
 
-        The unit must end inside the context.
+        The unit's computation must end inside the context, because the context's end adds the moved bytes to the counts.
         """
         spiller = SavedTensorSpiller(
             self._pager.device, stays=lambda tensor: storage_identity(tensor) in self._storages

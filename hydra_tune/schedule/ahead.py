@@ -1,9 +1,11 @@
 """`NextJobPredictor`: prediction of each device's next job, so that the pool prefetches the job's bytes during compute.
 
-`NextUnitPredictor` (`pool/devices/next_units.py`) asks when a unit begins to compute; `simulate/engine/lookahead.py`
-asks at the same moment of the simulator's virtual clock.
+`NextUnitPredictor` (`pool/devices/next_units.py`) asks when a unit begins to compute; `SimulatedPrefetcher`
+(`simulate/engine/lookahead.py`), a subclass, asks at the same moment of the simulator's virtual clock. Both pass on every
+change of a job, of the front and of the devices before the question. The module must not import torch, read a clock or start
+a thread.
 
-Note: double buffering. The scheduler binds a job to a device when the device becomes free, not earlier. While a unit
+Note: double buffering. As a rule, the scheduler binds a job to a device when the device becomes free, not earlier. While a unit
 runs, `NextJobPredictor` asks a separate selection of the same policy for the device's likely next job, and the pool
 prefetches the job's bytes. The separate selection holds the same views as the scheduler's policy, without the jobs
 claimed by other devices' buffers. For the question, the running job is added as of the end of its unit. The prediction

@@ -3,7 +3,7 @@
 A metric that `validation_step` updates has its states of all batches there, and a list its items of all batches: each
 batch gives the appended items (`appended`), and `ValidationEnd` puts the batches together again. A value kept by the hook
 for the next epoch is an error, because each call gets a new copy. `step.py` enters `appended` around `validation_step`, and
-`task.py` makes the `ValidationEnd` that `EpochValues` (`epoch_values.py`) calls.
+`task.py` makes the `ValidationEnd` that `EpochValues` (`epoch_values.py`) calls. The module must not know shards or devices.
 
 Note: trials share the copy in `ValidationEnd.module`, from several threads, so no call may change the shared copy.
 """
@@ -41,7 +41,10 @@ def _lists(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def _contents(value: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
-    """Iterate over a value and the values inside, each with a number that changes when the value is written in place."""
+    """Iterate over a value and the values inside, each with a number: the version of a tensor, or the number of entries.
+
+    A write in place changes a tensor's version. A container counts by its number of entries and by the entries.
+    """
     if isinstance(value, Tensor):
         # A tensor made in inference mode has no version counter.
         yield value, 0 if value.is_inference() else value._version  # noqa: SLF001 - no public name

@@ -1,8 +1,9 @@
 """Opens the storage that a sweep file or the command line names, without creating one for a reader.
 
 `run_sweep` and `check_sweep` (`sweep.py`), and `OptunaStudyReader` and `stored_study` (`study_reader.py`) open storages
-here. Optuna creates a missing storage when the value of `open_storage` is used: a reader must call `check_file` and
-`has_tables` before. The module must not import torch, so that `hydra-tune list` answers at once.
+here. Optuna creates a missing storage when the value of `open_storage` is used. So a reader must call `has_tables` before,
+and `check_file` first where the reader wants an error for a missing file. The module must not import torch, so that
+`hydra-tune list` answers at once.
 """
 
 import sqlite3
@@ -21,7 +22,7 @@ _FILES = ("journal://", "journal:", _SQLITE)
 
 
 def has_tables(url: str) -> bool:
-    """Whether a storage has Optuna's tables; creates neither the tables nor a file.
+    """Whether a storage has Optuna's tables, or a journal has its file; creates neither the tables nor a file.
 
     Raises:
         ConfigError: the text is no URL, or the file cannot be there, as its folder is missing.
@@ -38,9 +39,10 @@ def has_tables(url: str) -> bool:
 
 
 def check_file(url: str) -> None:
-    """Refuse a storage file without Optuna's tables, which Optuna would create, while a reader wants an error.
+    """Refuse a missing storage file, or an SQLite file without Optuna's tables: Optuna would create the file or tables.
 
     A search creates the tables at the beginning. A second program that creates tables at the same time makes the search fail.
+    A server's storage is not checked.
 
     Raises:
         ConfigError: the text is no URL, there is no such file, or an SQLite file has no tables of Optuna, or not all of

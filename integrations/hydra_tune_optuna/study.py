@@ -1,8 +1,8 @@
 """Drop-in for `optuna.study`, with a `create_study` and a `load_study` that take `executor=`.
 
-The module makes studies and knows nothing of how a `PoolStudy` runs. People import `create_study` and `load_study` from
-`hydra_tune_optuna`; `run_sweep` (`sweep.py`) opens each sweep's study by `create_study`, and `monkeypatch.py` calls
-`with_executor`.
+The module makes studies and knows nothing of how a `PoolStudy` runs. People import `create_study`, `load_study` or the
+module itself from `hydra_tune_optuna`; `run_sweep` (`sweep.py`) opens each sweep's study by `create_study`, and
+`monkeypatch.py` calls `with_executor`. Every other name is looked up in `optuna.study`.
 """
 
 import os
@@ -189,7 +189,7 @@ def load_study(
     Raises:
         ConfigError: `executor` is not a hydra-tune executor, or `keep_best` or `weights_dir` makes no sense.
     """
-    # The number of objectives is known only once the study is loaded, and `PoolStudy` checks it then.
+    # The number of objectives is known only once the study is loaded, and `PoolStudy` checks the number then.
     check_keeping(keep_best, weights_dir, has_executor=executor is not None)
     study = optuna.load_study(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner)
     return study if executor is None else with_executor(study, executor, keep_best=keep_best, weights_dir=weights_dir)

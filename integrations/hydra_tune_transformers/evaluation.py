@@ -2,8 +2,11 @@
 
 `TrainerEvaluation` takes the place of `Trainer.prediction_step` for a batch, and `TrainerMetrics` the place of
 `Trainer.evaluation_loop` after the last batch. The pool concatenates the values of all batches in between, so a tensor of
-predictions goes there flat, beside its sizes: `logits.0` and `logits.0:0`, `logits.0:1`, ... `EarlyStop` ends a training.
-`task.py` makes all three, as `evaluate`, `finish` and `stop` of the task; `search.py` names its metrics by `OBJECTIVE`.
+predictions or labels goes to the pool flat, beside its sizes: `logits.0` and `logits.0:0`, `logits.0:1`, ... `EarlyStop`
+ends a training. `task.py` makes all three, as `evaluate`, `finish` and `stop` of the task; `search.py` names the metrics of
+a search by `OBJECTIVE`. The module must not know shards or devices.
+
+Note: bits. On a CPU, the loss and the metrics equal those of `Trainer` to the last bit, so the order of the operations counts.
 
 Note: `compute_metrics` of all trials runs under one lock of the process (`_ONE_AT_A_TIME`); code within must not wait for
 another trial.
@@ -59,7 +62,7 @@ class TrainerEvaluation:
         """Return the loss and, where wanted, predictions and labels, each with its sizes.
 
         Raises:
-            TaskError: the batch has no labels, or a prediction is not a tensor.
+            TaskError: the batch lacks the labels, a prediction or label is not a tensor, or a tuple of such is empty.
         """
         has_labels = bool(self.label_names) and all(batch.get(name) is not None for name in self.label_names)
         if not has_labels and (self.label_names or not self.can_return_loss):
@@ -118,7 +121,7 @@ class TrainerMetrics:
         """Return the metrics of a pass, without the prefix `eval_`.
 
         Raises:
-            MetricError: `compute_metrics` returned something else than numbers.
+            MetricError: `compute_metrics` returned a value that is not a number.
         """
         metrics: dict[str, Any] = {}
         if self.compute_metrics is not None:

@@ -1,12 +1,16 @@
 """A `compute_loss` that a subclass of `Trainer` overrides, as the loss of a task.
 
-`own_loss_of` finds the override, and `TrainerStep` (`loss.py`) calls the result in place of the stock loss. The override's
+`own_loss_of` finds the override for the task (`task.py`), and `TrainerStep` (`loss.py`) calls the result in place of the
+stock loss. `refusals.py` asks `own_loss_of` as well, and lists the reasons that `refused_attributes` gives. The override's
 `self` is not the `Trainer`, which is given up, but a `Trainer` without training: the settings of the loss, the attributes
-of the user's own class, and as `self.model` the module of the step.
+of the user's own class, a stand-in for the accelerator, and as `self.model` the module of the step. The module must not
+know shards or devices.
 
-Note: trials share the `self` of a task, and no checkpoint holds its attributes. So an override that reads the training
-(`self.state`), sets an attribute, or changes an attribute's content is refused by name: the loss would be another in each
-trial. Contents are compared after the calls 1, 2, 4, 8 and so on of a model, because a large attribute takes milliseconds.
+Note: each call has a `self` of its own, but trials share the attributes' contents, and no checkpoint holds the attributes.
+So an override that reads the training (`self.state`), sets an attribute, or changes an attribute's content is refused by
+name: the loss would be another in each trial. Contents, but for the tokenizer's, are compared after the calls 1, 2, 4, 8
+and so on of a model, because a large attribute takes milliseconds. Trials on several threads call the override at once,
+without a lock.
 """
 
 import ast
@@ -49,9 +53,9 @@ _SETTINGS = frozenset(
         "_loss_shifts_labels",
     ]
 )
-"""Attributes of every `Trainer` that an override may read."""
+"""Attributes set by the library that an override may read, besides `accelerator` and the model."""
 _UNCHANGED = frozenset({"processing_class", "accelerator"})
-"""Attributes whose contents are not compared: a tokenizer takes long."""
+"""Attributes whose contents are not compared: a tokenizer takes long, and the stand-in for the accelerator has none."""
 _THE_MODEL = frozenset({"model", "model_wrapped"})
 _LIBRARY = f"{transformers.__path__[0]}{os.sep}"
 _CALLS = weakref.WeakKeyDictionary[nn.Module, tuple[int, dict[str, bytes | None]]]()
@@ -125,7 +129,10 @@ def own_loss_of(trainer: Trainer) -> OwnLoss | None:
 
 
 def refused_attributes(trainer: Trainer) -> Iterator[str]:
-    """Describe attributes of an overridden `compute_loss` that belong to the one model or `Trainer` that is given up."""
+    """Describe reasons why a loss of the user's own would read the one model or `Trainer` that is given up.
+
+    The attributes and methods of the user's class count where `compute_loss` is overridden, otherwise `compute_loss_func`.
+    """
     tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
     parts = {id(part) for part in (*trainer.model.modules(), *tensors)}
     memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
@@ -159,12 +166,13 @@ def refused_attributes(trainer: Trainer) -> Iterator[str]:
 class _AttributeDigest(pickle.Pickler):
     """Digest of a value, and the objects that the value holds.
 
-    Pickling walks through any object. Tensors count by their identity and version, and code by its identity. Of code, the
-    variables of its closure are walked through as well.
+    Pickling walks through most objects. Tensors count by their identity and version, and functions by their identity.
+    Models count by their identity, parameters and buffers, and generators by their identity and state. Of a function, the
+    variables of its closure are walked through as well, and global variables that are a tensor, a model or a `Trainer`.
 
     Attributes:
-        objects: identities of all objects that are not plain values.
-        memory: addresses of the tensors' memory.
+        objects: identities of the trainers, models and their parts, tensors, functions, methods and generators.
+        memory: addresses of the memory of strided tensors.
         has_trainer: whether the value holds a `Trainer`.
     """
 

@@ -1,7 +1,8 @@
 """Converts pydantic's errors to the terms of a sweep file.
 
 `reader.py` and `overrides.py` convert an error when pydantic has refused a value, and the models (`sweep_model.py`)
-describe refused values in errors of their own.
+describe refused values in errors of their own. `reader.py` adds the place of the error; the module knows no places. The
+module must not know tuners or load torch.
 """
 
 import math
@@ -56,7 +57,7 @@ def message(detail: Mapping[str, Any]) -> str:
         detail: one entry of `ValidationError.errors()`.
 
     Returns:
-        Expected against found value.
+        Expected against found value, for most kinds of errors; pydantic's own text for a kind that the module does not know.
     """
     kind, context = detail["type"], detail.get("ctx", {})
     if kind in _KINDS:

@@ -2,8 +2,10 @@
 
 `"auto"` takes every visible GPU, or one CPU device per core on a machine without GPUs. A GPU named several times
 becomes several devices, each with its own budget, so that code for several GPUs can be tried on a single GPU.
-`pool/runtime/settings.py` opens all devices when a pool starts, `HydraExecutor.add_device` opens a further device, and
-`survey.py` opens devices for `hydra-tune devices`; the pool compares its devices by `device_kind`.
+`ExecutorSettings` (`pool/runtime/settings.py`) opens all devices when a pool starts, `HydraExecutor.add_device`
+(`hydra_tune/executor.py`) opens a further device, and `survey.py` opens devices for `hydra-tune devices`. `pool/pool.py`,
+`pool/runtime/cut_budget.py` and `pool/devices/device_reservation.py` compare devices by `device_kind`. The module must not
+hold memory for trials, or know blocks, models or trials.
 """
 
 import os
@@ -44,12 +46,13 @@ def open_devices(
     Args:
         devices: "auto"; "cuda" for all GPUs; "cuda:0,2" for some; "cuda:0,0" for two devices, "cuda:0/0" and
             "cuda:0/1", on one GPU; "cpu:2" for two CPU devices.
-        device_memory: budget of each device, e.g. "11GiB"; None for the free memory less a reserve, shared by the
-            devices on a GPU.
+        device_memory: budget of each device, e.g. "11GiB"; None for a GPU's free memory less a reserve, shared by the
+            devices on the GPU, or for half of the free host memory, shared by the CPU devices.
         link_bandwidth: simulated bandwidth of the copies of CPU devices, e.g. "200MB/s"; None: not limited.
 
     Raises:
-        ConfigError: not a device text, no such GPU, or more memory than the device has.
+        ConfigError: not a device text, no such GPU, too many CPU devices, more memory than a GPU has or the host has free, or
+            a bandwidth for GPUs.
     """
     budget = None if device_memory is None else parse_bytes(device_memory, what="device_memory")
     if devices == "auto":
@@ -228,7 +231,7 @@ def gpu_share(index: int, count: int, budget: int | None, free: int, total: int,
     Args:
         index: index of the GPU.
         count: number of devices on the GPU.
-        budget: the requested budget of each device in bytes; None: an equal share of the free memory.
+        budget: the requested budget of each device in bytes; None: an equal share of the free memory less a reserve.
         free: free bytes of the GPU.
         total: total bytes of the GPU.
         own: bytes of this process's tensors, which are not free either.

@@ -2,24 +2,29 @@
 
 `GroupTrial` (`fusion/group/group_trial.py`) runs traced training steps of a single batch on a GPU through
 `GroupCaptureCache` if the user sets `fusion_compile="cudagraphs"`, and closes the cache before the state is replaced or
-released. Rounds (`fusion/group/multi_step_unit.py`) and `GroupBatch` (`fusion/group/group_step.py`) take the generator's
-turn before such a step, and give the `CapturedPlanExecutor` the unit's lease.
+released. `GroupRound` (`fusion/group/multi_step_unit.py`) and `GroupBatch` (`fusion/group/group_step.py`) take the
+generator's turn before such a step, and give the `CapturedPlanExecutor` the unit's lease. The module must not decide which
+trials are in a group.
+
+Note: locks. A thread takes the generator's turn before the capture gate. `GroupCaptureCache` has no lock: a group runs
+one unit at a time. The thread that needs a recording's room may drop the recording (`DeviceCacheReservation`).
 
 Note: contents of a graph. Forward and backward read parameters and buffers at fixed addresses, and read copies of the
 batch, the constants and the random numbers, which the group refreshes before each replay. Random numbers are drawn in
 advance, as for any traced step, so no generator is part of a graph. The optimizer's step stays outside: rates and step
 counts are read at every step, and no schedule is baked into a graph. Gradients and losses are copied out, because the
-next replay overwrites a graph's memory.
+next replay overwrites the memory of the graph's outputs.
 
-Note: moving state. A spilled shard returns to another address, and a graph cannot follow. The step is recorded again
-once the state has kept its addresses for a step, and given up where the state moves too often (`GraphReplayPolicy`).
+Note: moving state. A spilled shard returns to another address, and a graph cannot follow. The step is recorded again at
+the second step in a row at the same addresses, and given up when a ninth recording is due (`GraphReplayPolicy`).
 
 Note: memory. A graph holds the memory of its step exclusively between replays. The device's ledger lists the memory as
-room that is released before any block is spilled (`DeviceCaches.hold`). A released step is recorded again later, in the same
-way.
+room that is released before any block is spilled (`DeviceCaches.hold`). A released step is recorded again later, by the
+same rules.
 
 Note: verification. A fresh recording is replayed and compared with the traced step, from the same state. A recording
-that fails or computes something else is dropped, and the log gives the reason.
+that fails, or differs by more than a rounding tolerance (`difference` of `torch_compile.py`), is dropped, the step is not
+recorded again, and the log gives the reason. The step that makes a recording returns the traced step's results.
 """
 
 import logging
@@ -50,7 +55,7 @@ _MOST_KINDS = 4  # kinds of steps kept recorded; each holds separate memory
 
 
 class GraphReplayPolicy:
-    """Decides when a step is recorded, replayed or run plainly, from addresses alone."""
+    """Decides when a step is recorded, replayed or run plainly, from addresses and earlier recordings; touches no tensor."""
 
     def __init__(self) -> None:
         self.why = ""
@@ -82,7 +87,7 @@ class GraphReplayPolicy:
         return "record"
 
     def recorded(self) -> None:
-        """Note that the last step was recorded."""
+        """Note that the last step was recorded, and that the recording agrees with the traced step."""
         self._recorded = self._last
         self._count += 1
 
@@ -128,7 +133,10 @@ class GroupCaptureCache:
         self._plans: dict[int, tuple[ShardPlan, ShardPlan]] = {}
 
     def of(self, plan: ShardPlan) -> ShardPlan:
-        """Return a group's plan in a form that runs recorded steps where possible; the same object for every call."""
+        """Return a group's plan in a form that runs recorded steps where possible; usually the same object for the same plan.
+
+        A fifth plan, or `close`, makes the cache forget the earlier objects.
+        """
         plan_pair = self._plans.get(id(plan))
         if plan_pair is None:
             if len(self._plans) >= _MOST_KINDS:
@@ -165,7 +173,7 @@ class GroupCaptureCache:
             room_bytes: bytes that the step computes with.
             lease: the unit's lease.
             noise: random numbers and loss scales of the step, if already drawn.
-            is_laid_out: as of `JointTrace.run`; a step that is recorded lays nothing out.
+            is_laid_out: as of `JointTrace.run`; the step that makes a recording lays nothing out.
         """
         place = operands.state[0].device
         # A group may run on several devices in turn, and a graph belongs to one.
@@ -233,7 +241,7 @@ class GroupCaptureCache:
             _part(kept)
             kept.course.give_up(why)
             return kept.trace.run(operands, noise)
-        # From the originals, because a step may overwrite its inputs, and recording has run the step several times.
+        # From the originals, because a step may overwrite its inputs, and recording has run the step twice.
         replayed = _outputs(kept.trace, _replayed(kept, kept.recording, originals, operands))
         replayed_buffers = [tensor.clone() for tensor in buffers]
         _put(buffers, buffers_before)

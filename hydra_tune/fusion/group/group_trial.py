@@ -5,13 +5,15 @@ The group advances the members' own training loops (`membership.py`), picks the 
 32 small MLPs becomes a single job this way, instead of 32 jobs that compete for the device. `GroupJobLauncher`
 (`pool/fusion/group_jobs.py`) makes a `GroupTrial` when a job in preparation has found further members, or has left a
 group; `FusionBenchmark` (`fusion/matching/group_timing.py`) makes a `GroupTrial` to time a group size; and `PairTrial`
-(`fusion/runtime/pair_trial.py`) advances two groups.
+(`fusion/runtime/pair_trial.py`) advances two groups. In a pool, `LiveGroup` (`pool/fusion/live_group.py`) is the `desk` of
+a group, and `PairSide` (`fusion/runtime/pair_side.py`) the `desk` of a group of a pair. The module must not plan for less
+memory: `PlannedStepCache` (`fusion/runtime/planned_unit.py`) does.
 
 Note: threads. A single thread at a time advances a group, and members' code, joins, leaves and changes of size run only
 there, between two steps. Other threads may set `goes_back`, call `make_ready`, and ask `is_due`, `admits` or `knows`.
 
-Note: order. Recorded and planned steps are bound to the stacked state, so both are dropped before the state is replaced or
-released.
+Note: order. Recorded and planned steps are bound to the stacked state. Recorded steps are dropped before the state is
+replaced or released. Planned steps are dropped before a new state is made, and at the end of the group.
 """
 
 import logging

@@ -5,10 +5,10 @@ measurement; `pool/dry_run/fusion_report.py` does the same for `HydraExecutor.pl
 (`pool/fusion/group_matcher.py`) asks for `LEAST_GAIN` of planned steps, too.
 
 Note: order of the measurements. Timing a group costs a few steps of all its members: little if the group gains, and
-much if not. So no size is timed if its worst-case cost exceeds a small share of the remaining work. The largest
-admissible size is first. If the size gains, larger sizes follow, since their cost can now be predicted. If a first size
-below `_LARGE` does not gain, the next larger size follows. Otherwise smaller sizes follow as long as they improve, and
-larger sizes if a line through the measurements predicts a gain.
+much if not. So the first size is the largest size with a worst-case cost within a small share of the remaining work. If a
+size gains, larger sizes follow, since their cost can now be predicted. If a first size below `_LARGE` does not gain, the
+next larger size follows. Otherwise smaller sizes follow as long as the gains grow, and larger sizes if a line through the
+measurements predicts a gain. The module must not run steps: the callers measure.
 """
 
 from collections.abc import Mapping
@@ -88,7 +88,7 @@ def sizes(most: int) -> list[int]:
 
 
 def chosen_size(timing: FusionStepTimes, most: int, num_steps: float) -> int:
-    """Return the largest number of trials that gain by computing together; 1 if no number gains.
+    """Return the largest candidate size (`sizes`) that gains enough by computing together; 1 if no size does.
 
     Args:
         timing: measured step times.
@@ -156,7 +156,7 @@ def _hope(total_seconds: float, gain: float) -> float:
 
 
 def _worst_cost(timing: FusionStepTimes, size: int) -> float:
-    """Return the worst-case seconds of timing a size, assuming only that larger groups take longer."""
+    """Return the worst-case seconds of timing a size: by `_WORST_GAIN`, and no more than a larger timed group takes."""
     seconds = [step_seconds for count, step_seconds in timing.group_seconds.items() if count > size]
     return _PROBE_STEPS * min(timing.alone_seconds / _WORST_GAIN * size, *seconds, float("inf"))
 

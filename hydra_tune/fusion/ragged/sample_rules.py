@@ -3,7 +3,9 @@
 A rule is given the dimension of every value that holds the samples (None: no samples). The rule decides whether the
 operator returns a value with samples in a given dimension, no sample depending on another. A dimension may hold several
 positions of every sample, sample after sample. `counted_losses` (`sample_independence.py`) applies a rule to each
-operator on samples, when a group meets a second batch size. A rule must refuse whatever is not certain.
+operator on samples, when a group meets a second batch size, and gives the reductions of `LOSSES` to `MaskedReduction`
+(`masked_loss.py`). A rule must refuse whatever is not certain. The module must not know groups, and holds no state: any
+thread may ask.
 """
 
 import math

@@ -5,7 +5,7 @@ stopped and saved, leave and join there. `PairTrial` advances both groups. When 
 the same kind of batch, the steps form a single unit (`paired_unit.py`). All other work runs separately, so every member
 gets the same bits as in its group alone. `GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes a `PairTrial` when the
 members found for a job are to train as two groups in turn, and `LiveGroup` (`pool/fusion/live_group.py`) treats the pair
-like a group.
+like a group. The pool runs the pair like any trial. The module must not decide on swaps: the planner does.
 
 Note: staying together. A group that is about to train waits while the other has other work to do. While the other waits
 for answers to reports, the group waits no longer than members of a group wait for each other. If the groups want
@@ -48,7 +48,7 @@ class PairTrial(Trial):
         groups: the groups of the sides.
         library: provides plans of single members.
         device: any device of the pool, for host memory.
-        desk: the delegate of both groups.
+        desk: the delegate of the pair; each group asks its side instead.
         planner: plans the merged steps.
         host, tenant: as of `Trial`.
 
@@ -301,7 +301,7 @@ class PairTrial(Trial):
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step of each group."""
+        """Seconds of a step of each group, summed over the groups."""
         return sum(group.step_seconds for group in self.groups)
 
     @property

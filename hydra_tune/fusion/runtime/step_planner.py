@@ -1,12 +1,16 @@
 """`StepPlanner`: plan group steps that exceed a device's memory; the planner chooses swap and recompute of activations.
 
-The module knows groups' plans and the geometry of tensors, and must not know running groups. `PlannedSizeChooser`
-(`planned_group_size.py`) asks for plans before a group is formed; `PlannedStepCache` (`planned_unit.py`) asks before the
-first step of a kind, and runs the planned step; `PairTrial` (`pair_trial.py`) asks for the merged steps of two groups. More
-fused CNNs, for example, then train together than fit a plain step.
+The module knows groups' plans and the geometry of tensors, and must not know running groups. `GroupJobLauncher`
+(`pool/fusion/group_jobs.py`) makes a pool's planner, and a dry run (`pool/dry_run/fusion_report.py`) makes another.
+`PlannedSizeChooser` (`planned_group_size.py`) asks for plans before a group is formed; `PlannedStepCache`
+(`planned_unit.py`) asks before the first step of a kind, and runs the planned step; `PairTrial` (`pair_trial.py`) asks for
+the merged steps of two groups. `StepPlanAutotuner` (`plan_autotuner.py`) has `replanned` correct a plan, and the matcher
+(`pool/fusion/group_matcher.py`) calls `check_planned`. More fused CNNs, for example, then train together than fit a plain
+step.
 
 Note: locks. One plan is made at a time (`_making`), because concurrent profiles would disturb each other. Tracing holds
-the capture gate alone, and profiling shares the gate and borrows a device, so no caller may hold the pool's lock.
+the capture gate alone. Profiling borrows a device and then shares the gate, and laying out a step borrows a device,
+too. So no caller may hold the pool's lock.
 """
 
 import logging
@@ -44,7 +48,7 @@ from hydra_tune.task import TrainTask
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 OWN_LOSSES = "their losses are not the same, for which no steps are planned"
-_MAX_KEPT = 8  # plans of each stacked step
+_MAX_KEPT = 8  # step graphs of each group plan, and planned steps likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +108,7 @@ class PlannedStep:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory beside parameters, buffers and optimizer state, in bytes, including the batches."""
+        """Memory beside parameters, buffers and optimizer state, in bytes, including the batches and a spare share."""
         state_arguments = [
             (graph, name) for graph in self.graphs for name in (*graph.state.values(), *graph.moments.values())
         ]
@@ -273,7 +277,7 @@ class StepPlanner:
 
     def _graph(self, stack: StackedStepSpec) -> StepGraph:
         graphs, key = self._graphs.setdefault(stack.prepared, {}), stack.key
-        # Tracing a step and laying it out is slow, and pairs and replanning ask for the same graphs again.
+        # Tracing a step and laying the step out is slow, and predictions and pairs ask for the same graphs again.
         if key not in graphs:
             if len(graphs) >= _MAX_KEPT:
                 graphs.clear()

@@ -1,7 +1,9 @@
-"""Paints lines on a terminal's screen, sending only lines that have changed.
+"""Paints lines on a terminal's screen, sending only lines that have changed, but for every tenth picture.
 
-Unchanged lines are not sent, so nothing flickers, and painting costs a third of a full redraw through rich. `LiveView`
-(`terminal.py`) opens an `AlternateScreen` when a sweep's view begins, and paints each new picture there.
+Unchanged lines are not sent as a rule, so nothing flickers, and painting costs a third of a full redraw through rich.
+`LiveView` (`terminal.py`) opens an `AlternateScreen` when a sweep's view begins, and paints each new picture there. The
+module must not know the engine: only lines of text come in. All writing to the terminal happens under the screen's
+lock.
 """
 
 import threading

@@ -4,7 +4,8 @@ An operator does not take its profiled time in every plan: the machine changes i
 and the computing thread is busy with copies as well. So plans are compared by steps that really run. Where
 `StepPlanAutotuner` (`fusion/runtime/plan_autotuner.py`) finds a prediction off by more than a fifth during training,
 `StepPlanner.replanned` (`fusion/runtime/step_planner.py`) corrects the arrays by the measurement, and plans the trials
-once more (§3.2 has no such step). `key_of` tells ways apart that run different instructions.
+once more (§3.2 has no such step). `key_of` tells ways apart that make different decisions. The module must not know groups
+or devices: a step is profiles, plans and seconds here.
 """
 
 from collections.abc import Hashable
@@ -15,7 +16,7 @@ from hydra_tune.planner.ir.step_profile import OperatorProfile, SubArrayProfile
 from hydra_tune.planner.search.portfolio import PortfolioPlan, SubArrayPlan
 
 TOLERANCE = 0.2
-"""Relative difference between predicted and measured time that triggers a new plan; the paper has no such limit."""
+"""Relative difference between predicted and measured time above which plans are made again; the paper has no such limit."""
 
 _EPSILON = 1e-12
 
@@ -23,7 +24,7 @@ _EPSILON = 1e-12
 def operator_ratio(part: SubArrayPlan, seconds: float) -> float:
     """Return the time of the operators of a part, measured over predicted.
 
-    The waits for copies are left as predicted: a single measurement cannot tell them from the operators.
+    The predicted waits for copies are taken off both times: a single measurement cannot tell them from the operators.
 
     Args:
         part: with its predictions.
@@ -38,7 +39,7 @@ def slowed(array: SubArrayProfile, ratio: float) -> SubArrayProfile:
 
     Args:
         array: as profiled.
-        ratio: that time over the profiled time.
+        ratio: the other time over the profiled time.
     """
 
     def slower(ops: tuple[OperatorProfile, ...]) -> tuple[OperatorProfile, ...]:

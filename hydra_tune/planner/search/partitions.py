@@ -5,9 +5,10 @@ sub-arrays, in pairs of the closest iteration times. Here a sub-array may also r
 and any two sub-arrays may be a pair: the time of its plan decides. Planning all parts takes too long, so the search
 plans only parts that may belong to the fastest partition.
 
-`Planner.portfolio` (`portfolio.py`) searches for `hydra-tune plan --profile`, and `compared`
+`Planner.portfolio` (`portfolio.py`) searches for the figures of `hydra-tune plan --profile` (`figures.py`), and `compared`
 (`fusion/runtime/planned_group_size.py`) searches before the pool forms a group. The search must not plan: its caller
-plans each part, and reports the seconds or the refusal.
+plans each part, and reports the seconds or the refusal. The search must not know groups or devices, and has no lock: a
+search belongs to one thread.
 """
 
 from collections.abc import Callable
@@ -26,8 +27,8 @@ class PartitionSearch:
         search.best, search.seconds
 
     A part without a plan counts with the time of its operators. While the partition that is fastest by these numbers
-    has such a part, the part is planned. A part that does not fit rules out parts that need as much memory, and parts
-    that probably do: memory is about in proportion to the size.
+    has such a part, and is faster than the best known time by `least_saving`, the part is planned. A part that does not
+    fit rules out parts that need as much memory, and parts that probably do: memory is about in proportion to the size.
 
     Args:
         num_trials: to divide.
@@ -111,7 +112,7 @@ def cheapest(num_trials: int, seconds: Callable[[Part], float]) -> tuple[float, 
 
 
 def _parts_of(total: int) -> list[Part]:
-    """Return the parts of so many trials: those with the most even sizes first."""
+    """Return the parts of so many trials: pairs first, the most even pair before the others, then the single sub-array."""
     pairs = [(total - small, small) for small in range(total // 2, 0, -1)]
     return [*pairs, (total,)]
 

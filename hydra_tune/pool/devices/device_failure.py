@@ -2,17 +2,21 @@
 
 Only the device's own worker declares the loss, which guarantees that nothing runs on the device any more. A worker that
 meets the device's errors while it fetches a block asks the device's worker to check the device, and waits for the
-answer, for a minute at most. Each worker (`pool/runtime/worker.py`) asks `DeviceLossHandler` about the error when a
-unit fails.
+answer, for a minute at most. `Pool` (`pool/pool.py`) makes the `DeviceLossHandler`. Each `Worker`
+(`pool/runtime/worker.py`) asks the handler about the error when a unit or the worker itself fails, and reports the loss of
+the worker's own device. The module must not choose units or advance a trial.
+
+Note: locks. Synchronizing with a device and taking the locks of blocks happen without the pool's lock; jobs fail, and the
+scheduler hears of the loss, under the pool's lock.
 
 Note: lost processes. In a process under a supervisor the loss of all devices ends the process, before any trial is
 told of the loss (`FaultRecovery.end_if_all_lost`), and all trials continue in the next process.
 
 Note: lost state. The host or the disk holds the bytes of every clean block. Trials with only clean blocks on the device
-continue elsewhere from where they are, including a trial whose unit had not begun to compute. No copy of a dirty block
-exists: the block's trial fails, and begins again from its last checkpoint if `max_retries` allows
-(`pool/faults/retry.py`). The trial is marked as failed before the block is given up, so no unit computes with the
-host's outdated copy.
+continue elsewhere from where they are, including a trial whose unit had not begun to compute. A trial whose unit had begun
+fails, because the unit's intermediate values are gone. No copy of a dirty block exists: the block's trial fails as well. A
+failed trial begins again from its last checkpoint if `max_retries` allows (`pool/faults/retry.py`). The trial is marked as
+failed before the block is given up, so no unit computes with the host's outdated copy.
 """
 
 import logging
@@ -40,7 +44,7 @@ class DeviceLossHandler:
         core: the pool's dispatcher.
         devices, pagers: live mappings by device name; devices added later appear in them.
         tell: called with the name of a lost device, under the pool's lock.
-        faults: ends a supervised process without a working device.
+        faults: ends a supervised process without a working device; notes the first trial that lost a unit.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class DeviceLossHandler:
         """
         core, pager = self._core, self._pagers[device]
         self._faults.end_if_all_lost()
-        # GPUs of a process may fail one after the other, the later ones under trials that have not done anything.
+        # GPUs of a process may fail one after the other, the later GPUs under trials that have not done anything.
         if ran is not None and not is_intact:
             self._faults.first_loser = self._faults.first_loser or ran.job.name
         # Only now: freeing memory of a lost GPU may abort the process.

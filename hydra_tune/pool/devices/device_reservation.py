@@ -1,13 +1,14 @@
 """`DeviceReservations`: exclusive use of a device between two units, with all of its memory, for work that is not a unit.
 
-`StepPlanner` (`fusion/runtime/step_planner.py`) borrows a GPU to profile a step, on whichever thread makes the plan,
-and `pool/fusion/group_jobs.py` borrows a GPU to time a group without a plan. Without exclusive use, the profile's
-memory would be missing from the ledger, kernels of unit and profile would alternate, the allocator's peak would include
-both, and either could run out of memory. CPU devices are not borrowed: a profile there reads the thread's own CPU time,
-and uses host memory.
+`Pool` (`pool/pool.py`) makes the `DeviceReservations`, and each `Worker` (`pool/runtime/worker.py`) holds the device's
+turn (`DeviceUseLock`) for a unit. `StepPlanner` (`fusion/runtime/step_planner.py`) borrows a GPU to profile a step, on
+whichever thread makes the plan, and `GroupJobLauncher` (`pool/fusion/group_jobs.py`) borrows a GPU to time a group
+without a plan. Without exclusive use, the profile's memory would be missing from the ledger, kernels of unit and
+profile would alternate, the allocator's peak would include both, and either could run out of memory. CPU devices are
+not borrowed: a profile there reads the thread's own CPU time, and uses host memory.
 
 Note: lock order. First the turn on a device, then a unit's memory lease, then the turn with a GPU's generator, then the
-capture gate. A borrower takes the first, the third and, if necessary, the fourth.
+capture gate. A borrower takes the first, the third and, if necessary, the fourth. A borrower must not hold the pool's lock.
 """
 
 import threading
@@ -61,7 +62,7 @@ class DeviceUseLock:
             name: name of the device, for the error.
 
         Raises:
-            HydraTuneError: a running unit does not end.
+            HydraTuneError: running units or another borrower do not end within a minute.
         """
         with self._changed:
             self._asking += 1
@@ -130,7 +131,7 @@ class DeviceReservations:
             with ExitStack() as turns:
                 for name in self._beside(device):
                     turns.enter_context(self.turn(name).borrowed(name))
-                # All blocks leave the device, so that the borrower has the whole budget.
+                # All blocks with room on the host or the disk leave the device, so that the borrower has the whole budget.
                 with device.worker(), device.generator.in_turn():
                     self._pagers[device.name].relieve()
                     device.reclaim()

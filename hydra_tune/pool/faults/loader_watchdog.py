@@ -1,6 +1,10 @@
 """`LoaderWatchdog`: keeps a hanging data loader from blocking other trials.
 
-`Pool` (`pool/pool.py`) runs a `LoaderWatchdog` on a thread of its own, from the pool's start to the shutdown.
+`Pool` (`pool/pool.py`) runs a `LoaderWatchdog` on a thread of its own, from the pool's start to the shutdown, and
+`ExecutorSettings` (`pool/runtime/settings.py`) checks the times. `FusedPool` (`pool/fusion/fused_pool.py`) sets `members`.
+
+Note: locks. The pool's lock comes before a clock's (`DrawClock.under_way`). Warnings are written, and leases ended, without
+the pool's lock.
 
 Note: three steps. A trial that waits longer than a second for a batch leaves its device to other trials, except in a
 recorded run. The trial's thread keeps waiting, and the device gets a new worker thread (for first batches, the pool
@@ -220,7 +224,7 @@ class LoaderWatchdog:
             self._left_behind(member.job, clock)
 
     def _detach(self, record: JobState, clock: DrawClock) -> bool:
-        """Let the device, or the preparer, serve other jobs meanwhile; return whether it does."""
+        """Let the device, or the preparer, serve other jobs meanwhile; return whether the trial has left either."""
         core, key, trial = self._core, record.job.key, record.trial
         try:
             # Both locks: the job must not change its phase, and the draw must not end, before the decision is carried out.

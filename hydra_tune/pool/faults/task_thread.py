@@ -2,7 +2,13 @@
 
 `FusedJobTable` (`pool/fusion/job_table.py`) keeps two queues: `building` for a job that joins a running group, for a plan
 of another group size or for timing smaller groups, and `timer` for a call into the pool that has to wait or must not
-hold the lock. An error of a call goes to the log, and the queue goes on.
+hold the lock. `LiveGroup` (`live_group.py`), `GroupJobLauncher` (`group_jobs.py`), `GroupEndHandler`
+(`group_completion.py`) and `FusedPool` (`fused_pool.py`, all in `pool/fusion/`) queue the calls. `_DrawingFusedJob`
+(`group_loaders.py`, there too) replaces the `building` thread where a joining trial's loader hangs. An error of a call
+goes to the log, and the queue goes on.
+
+Note: locks. A caller of `do` may hold the pool's lock, which comes before the queue's lock. The thread holds no lock while
+a call runs. `close` waits for the thread, so its caller must not hold the pool's lock.
 """
 
 import heapq
@@ -19,7 +25,7 @@ _END_SECONDS = 5.0  # longest wait for the thread's end: a call may hang in a us
 
 
 class BackgroundCallQueue:
-    """A queue of calls on a thread of its own, started at the first call.
+    """A queue of calls on a thread of its own, started when the first call is queued.
 
     Args:
         name: name of the thread.
@@ -34,7 +40,7 @@ class BackgroundCallQueue:
         self._is_closed = False
 
     def do(self, call: Callable[[], None], seconds: float = 0.0) -> None:
-        """Queue a call, to be made `seconds` from now, after earlier calls; after `close`, calls are dropped."""
+        """Queue a call, due `seconds` from now, behind calls that are due earlier; after `close`, drop the call."""
         with self._changed:
             if self._is_closed:
                 return
@@ -50,14 +56,17 @@ class BackgroundCallQueue:
         return self._thread is not None and self._thread.ident == thread
 
     def replace(self, thread: int) -> None:
-        """Start a new thread in place of a thread that hangs in a call; the old thread ends if its call returns."""
+        """Start a new thread in place of a thread that hangs in a call; the old thread ends if its call returns.
+
+        Do nothing if the given thread is not the present thread, or the queue is closed.
+        """
         with self._changed:
             if self.is_at_work_on(thread) and not self._is_closed:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
 
     def close(self) -> None:
-        """Drop all queued calls, and wait a few seconds for the running call."""
+        """Drop all queued calls, and wait at most a few seconds for the running call, unless that call closes the queue."""
         with self._changed:
             self._is_closed = True
             self._calls.clear()
@@ -71,7 +80,7 @@ class BackgroundCallQueue:
         while (call := self._next()) is not None:
             try:
                 call()
-            # The thread serves all jobs, and the caller is gone: the log is the only place for the error.
+            # The thread serves all jobs, and the caller of `do` is gone: the log is the only place for the error.
             except Exception:
                 _LOGGER.exception("%s: a call has failed", self._name)
             # Otherwise the call's arguments, a model among them, would live until the next call.

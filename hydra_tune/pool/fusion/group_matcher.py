@@ -1,8 +1,9 @@
 """Builds the trials of waiting jobs, and finds the trials that can form a group.
 
 `GroupJobLauncher` (`group_jobs.py`) asks which waiting jobs join a carrier's job in a new group, when the carrier is
-prepared, and whether a job may join a running group, when a group has room. The module must not run a group:
-`GroupJobLauncher` makes the group's trial of the jobs found here.
+prepared, and whether a job may join a running group, when a group has room. `GroupJobLauncher` also has trials built, begun
+and forgotten here, and notes each submission (`last_submitted`). The module must not run a group, or know how a group
+computes: `GroupJobLauncher` makes the group's trial of the jobs found here.
 
 Note: a trial is built and compared without the pool's lock, on the preparer's thread or the `building` thread, so each
 job's flags are checked again under the lock afterwards. A taken job that no group uses must be put back (`_leave`), or
@@ -236,7 +237,7 @@ class GroupMatcher:
         return self._take(entry, entry.trial, most - 1 - len(taken), device)
 
     def _fitting(self, entry: FusedJob, wanted: MemberBatchRequest | None, device: Device) -> list[FusedJob]:
-        """Take as many jobs as there is room for."""
+        """Take as many jobs as there is room for, and no more than gain by fusion."""
         member = entry.trial
         assert member is not None
         if self._chooser is None or wanted is None or entry.seat is not None:
@@ -301,7 +302,7 @@ class GroupMatcher:
 
     def _leave(self, taken: Sequence[FusedJob]) -> None:
         """Put taken jobs back among the waiting jobs."""
-        for entry in reversed(taken):  # what the last one has counted can be undone first
+        for entry in reversed(taken):  # the counts of the job taken last can be undone first
             with self._table.pool.changed:
                 entry.is_taken = False
                 stop, carrier = entry.stop, entry.carrier

@@ -1,7 +1,10 @@
 """`ExecutorSettings`: the checked options of an executor, and the start of a pool from these options.
 
 `HydraExecutor` (`hydra_tune/executor.py`) makes the settings when the executor is made, and calls `open_pool` at the
-first use. Making the settings opens no device, locks no folder and starts no thread; `open_pool` does.
+first use. With `isolate=True`, the copy of the executor in the pool's process calls `number_log`, and then `open_pool`.
+Making the settings opens no device, locks no folder and starts no thread; `open_pool` does. No other module of
+`pool/runtime/` may set fusion up, and the settings must not decide how groups form. `HydraExecutor` calls `open_pool` under
+the executor's lock, so that a pool is opened once.
 """
 
 import os
@@ -98,7 +101,8 @@ class ExecutorSettings:
     _spill_path: Path | None = field(init=False)
 
     def __post_init__(self) -> None:
-        # All options are checked before any device is opened or folder is locked, so a mistake costs nothing.
+        # Options are checked before any device is opened or folder is locked, so a mistake costs nothing. Only checks that
+        # need the devices wait for `open_pool`.
         if not isinstance(self.devices, str):
             raise ConfigError(f"devices must be a text such as 'auto', 'cuda' or 'cpu:2', not {self.devices!r}")
         buffer = self.buffer_fraction
@@ -183,7 +187,8 @@ class ExecutorSettings:
             The pool; the former of fused groups, or None; and the number of trials in flight, a group counted as one.
 
         Raises:
-            ConfigError: devices or folders do not exist.
+            ConfigError: a device or folder does not exist or cannot be used, a memory option does not suit the devices, or
+                the compiler of `fusion_compile` acts on no device.
         """
         opening = open_planned_devices if self.plans_only else open_devices
         devices = opening(self.devices, self.device_memory, self.link_bandwidth)

@@ -1,11 +1,14 @@
 """The worker of a device: runs units from the device's inbox and hands the next due units to the scheduler.
 
-A backward's update runs along with the backward, without a decision of the scheduler. During a unit's compute the
-worker prefetches blocks of the predicted next unit.
+The update of the same shard that follows a backward runs along with the backward, without a decision of the scheduler.
+During a unit's compute the worker prefetches blocks of the predicted next unit, unless the pool sends nothing ahead.
 
 `Pool` (`pool/pool.py`) makes one `Worker` for each device, when the pool starts or when the device is added, and starts
 the worker's thread. The module must not choose units or know how a unit computes: the scheduler chooses, and the unit
-runs itself under the worker's pager.
+runs itself under the worker's pager. Nor may the module know how groups form.
+
+Note: locks. A unit holds the turn on the device (`DeviceUseLock`), so that no borrower uses the device meanwhile; a burst
+holds the job's turn as well. The worker runs units without the pool's lock.
 
 Note: threads. While a trial waits for its loader, `LoaderWatchdog` (`pool/faults/loader_watchdog.py`) has the pool start
 a second thread of the same `Worker`. The first thread brings the trial's next unit back (`JobDispatcher.came_back`) and
@@ -345,9 +348,9 @@ class Worker:
 
 
 def _leave_devices(record: JobState) -> bool:
-    """Bring a trial's state home, and return whether it is home.
+    """Bring a trial's state home, and return whether the state is home.
 
-    The worker does so itself: the next unit finds the room, and no device can be lost with bytes of a completed trial.
+    The worker moves the state itself: the next unit finds the room, and no device can be lost with bytes of a completed trial.
     """
     try:
         return record.trial is not None and record.trial.leave_devices()

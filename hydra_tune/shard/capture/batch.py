@@ -1,11 +1,15 @@
 """Batches as trees: their tensor leaves, and the signature for which a capture is valid.
 
-An exported graph is valid for a single batch structure: shapes, dtypes and every plain Python value of the batch are
-baked into the graph. The signature holds all of these.
+An exported graph is valid for a single batch structure: shapes, strides, dtypes, containers and every plain Python value
+of the batch are baked into the graph. The signature holds all of these.
 
-`SingleTrial` (`train/single_trial.py`) flattens each batch before looking up a plan, `MemberBatchRequest`
-(`fusion/group/member.py`) each batch of a fused trial, and `PlanLibrary` (`shard/partition/plan_cache.py`) the batch
-for which a plan is made.
+`SingleTrial` (`train/single_trial.py`) flattens each batch before looking up a plan, `OwnCodeTrial`
+(`train/own_code_trial.py`) the pieces for which a plan may be found, `MemberBatchRequest` (`fusion/group/member.py`) each
+batch of a fused trial, and `PlanLibrary` (`shard/partition/plan_cache.py`) the batch for which a plan is made. Pilot runs
+(`shard/cost/eager_pilot.py`), checks (`shard/verify/`) and `train/data/index_gather.py` flatten batches as well. Checks and
+checkpoints compare tensors by `same_bits`. The module must not know budgets or cuts.
+
+Note: threads. Any thread may flatten a batch: a lock covers the registration of dataclasses with torch alone.
 """
 
 import copy
@@ -31,7 +35,7 @@ _REGISTERING = threading.Lock()  # torch refuses a class that another thread has
 
 
 class AttributeDict(dict[Any, Any]):
-    """A mapping of a batch, in place of one of another class, which export does not take.
+    """A mapping of a batch, in place of a mapping of another class, which export does not take.
 
     Items are attributes too, as in a tokenizer's result (`batch.input_ids`).
     """
@@ -163,7 +167,7 @@ TENSOR = _LeafMarker.TENSOR
 
 @dataclass(frozen=True, slots=True)
 class BatchLeaves:
-    """A batch taken apart: its tensors in tree order, and the rest."""
+    """A batch taken apart: its tensors in tree order, compact and dense, and the rest."""
 
     tensors: tuple[Tensor, ...]
     signature: Hashable
@@ -220,7 +224,8 @@ def flatten(batch: Any) -> BatchLeaves:
         batch: any nesting of tuples, lists, mappings and dataclasses of tensors and plain Python values.
 
     Raises:
-        TaskError: a leaf is not hashable, so no capture could be keyed by the leaf, or a tensor is not dense.
+        TaskError: a leaf that is no tensor is not hashable, so no capture could be keyed by the leaf, or a tensor is not
+            dense.
     """
     batch_leaves, spec, spec_text = _taken_apart(batch)
     values = [_compact(value) if isinstance(value, Tensor) else value for value in batch_leaves]
@@ -272,7 +277,7 @@ def refuse_nested(tensor: Tensor) -> None:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return a tensor with a storage of its size: a slice of a data set must not drag the whole set to a device."""
+    """Return a dense tensor with a storage of its size: a slice of a data set must not drag the whole set to a device."""
     refuse_nested(tensor)
     if tensor.layout is not torch.strided:
         raise TaskError(
@@ -303,7 +308,7 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal to the last bit, NaN included."""
+    """Whether two tensors are equal to the last bit, NaN included, in type and shape as well."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     # The bytes of a tensor with a conjugate or negative flag differ from its values.

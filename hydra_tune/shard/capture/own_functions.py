@@ -1,8 +1,14 @@
 """Handles calls of `torch.autograd.Function` while a step is captured; an export alone would lose their backwards.
 
 A call of the user's own Function becomes an `OpaqueCall`, a node that no cut divides. A reentrant checkpoint, which is a
-Function of torch, is left out: its region is captured like other code, as units compute their forward again anyway.
-`capture` (`step_capture.py`) exports each step within `own_functions`.
+Function of torch, is left out: its region is captured like other code, as units compute their forward again anyway. Other
+Functions of torch's own are traced as usual. `capture` (`step_capture.py`) exports each step within `own_functions`, and
+calls `put_calls` there. `opaque_calls` lists a graph's calls for the cuts (`shard/partition/subgraph.py`,
+`shard/partition/plan_cache.py`), the pilot (`shard/cost/pilot.py`) and the checks (`shard/verify/step_outcome.py`). The
+module must not know budgets or cuts.
+
+Note: locks. `_CALLS` and the replaced `apply` belong to the whole process, so a capture holds the capture gate alone. On
+threads other than the capture's, `apply` works as ever.
 
 Note: reentrant checkpoints. Their backward sums the gradients of each input over the region before the sum leaves the
 region. The captured region has one `alias` per input, at which autograd sums likewise. The backward also adds its sum to
@@ -197,7 +203,7 @@ class _RegionGradients:
 
 @contextmanager
 def own_functions() -> Iterator[OwnFunctions]:
-    """Context of a capture, until `put_calls`."""
+    """Context of a capture; `put_calls` runs inside, because the end of the context forgets the calls."""
     functions = OwnFunctions()
     _APPLY.apply = classmethod(functions.apply)
     try:

@@ -4,7 +4,7 @@ A plan of a graph holds no tensor of any trial, so all trials of an architecture
 eager plan (`shard/execute/eager_plan.py`) holds the module of its trial, and is of this trial alone. Names of values are the
 graph's node names. `PlanLibrary` (`plan_cache.py`) has a plan built when a trial meets a new kind of batch; `BatchUnits`
 (`train/loop/batch_units.py`) makes the units of each batch by the plan, and `pool/dry_run/report.py` reports the plan
-for `HydraExecutor.plan`.
+for `HydraExecutor.plan`. The module must not run units.
 """
 
 from collections.abc import Iterable
@@ -131,8 +131,9 @@ class ShardPlan:
     def may_be_pipelined(self) -> bool:
         """Whether several batches of a step may run at once if each shard's units run in the order of the batches.
 
-        False for a single shard. The order holds in a pipeline, and also if all batches go through a shard before the next
-        shard is loaded. A forward may then overwrite buffers (BatchNorm), unless another shard uses the buffers.
+        False for a single shard, and in the last three cases of `may_run_beside`. The order holds in a pipeline, and
+        also if all batches go through a shard before the next shard is loaded. A forward may then overwrite buffers
+        (BatchNorm), unless another shard uses the buffers.
         """
         if not self._may_wait or len(self.shards) == 1:
             return False

@@ -1,9 +1,11 @@
 """`CodeWalk`: the part of a walk that follows functions, classes and attributes by the names in their code.
 
 `ReachableValues` (`reachable_values.py`) adds the values of all other kinds. The walk follows no code of an installed
-package. Of a function that a factory or decorator of a package returns, the walk notes the variables and defaults. Of an
-object of the user's, the walk notes the attributes that the walked code names; of an object of an installed package, all
-attributes, unless `_NOT_FOLLOWED` has the package.
+package. Of a function that a factory or decorator of a package returns, the walk notes the variables and defaults, or
+follows the function that a wrapper names as wrapped. Of an object of the user's, the walk notes the attributes that the
+walked code names; of an object of an installed package, all attributes, unless `_NOT_FOLLOWED` has the package. Where code
+reads attributes by any name (`takes_all`), all attributes of an object count. The module must not import captures, plans or
+trials, and a walk must not call the functions that the walk follows, or change a value.
 """
 
 import abc
@@ -67,7 +69,7 @@ class CodeWalk(abc.ABC):
             that hold one of the model's tensors, in words.
         names, stored, makes_up_names: the arguments `names`, `stored` and `takes_all`, with what this walk adds.
         loaded: attributes that the code reads.
-        asks_types: whether the code may ask for the class of a value by `type(it)`.
+        asks_types: whether the code may ask for the class of a value by `type(value)`.
         has_environment: whether the code may read or set variables of the environment.
     """
 
@@ -229,7 +231,7 @@ class CodeWalk(abc.ABC):
         self._is_in_model = was_in_model
 
     def _package_function(self, function: types.FunctionType, label: str, depth: int, library: int) -> None:
-        """A function with the code of an installed package: only the values count that the package was given for it."""
+        """A function with the code of an installed package: only values given to the package count."""
         if is_installed(function.__module__) and stands_in_its_module(function):
             return
         inner = vars(function).get("__wrapped__")
@@ -270,7 +272,8 @@ class CodeWalk(abc.ABC):
     def _environment(self) -> None:
         if not self.has_environment:
             self.has_environment = True
-            # Not written: other trials may have changed the environment meanwhile. `PythonStateUndo` has one with a writer.
+            # Not written: other trials may have changed the environment meanwhile. `PythonStateUndo` has a holder
+            # with a writer.
             self._hold(["the environment"], lambda: [hash(frozenset(os.environ.items()))])
 
     def _method(self, method: types.MethodType, label: str, depth: int, library: int) -> None:

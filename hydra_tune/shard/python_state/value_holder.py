@@ -1,10 +1,14 @@
 """`ValueHolder`: a place that can hold other Python values later, how the values are compared, and how they are put back.
 
-`ReachableValues` (`reachable_values.py`) makes a holder for each place of a walk, and `FileHolder` (`opened_files.py`) is
-the holder of a file. The guards of `state_guard.py` ask holders for changes, and put values back.
+`CodeWalk` (`code_walk.py`) and `ReachableValues` (`reachable_values.py`) make a holder for each place of a walk, and
+`FileHolder` (`opened_files.py`) is the holder of a file. The guards of `state_guard.py` ask holders for changes, and put
+values back; `shard/capture/own_functions.py` asks for changes as well. The module must not import captures, plans or trials.
 
-Note: comparison. Plain values are the same if class and representation are, so NaN equals NaN, and 0.0 differs from -0.0.
-Tuples, frozensets and methods are compared by their parts; of all other objects the identity counts.
+Note: comparison. Plain values and numbers of numpy are the same if class and representation are, so NaN equals NaN, and 0.0
+differs from -0.0. Tuples, frozensets and methods are compared by their parts; of all other objects the identity counts.
+
+Note: threads. A holder has no lock, and other threads may change a place meanwhile. So `undo` puts back no item that has
+changed again.
 """
 
 import array
@@ -30,7 +34,7 @@ MISSING = object()
 PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, range, slice)
 """Classes of values that never change."""
 EXACT = frozenset(PLAIN) - {enum.Enum}
-"""Those without classes derived from them, which may add attributes."""
+"""The classes of `PLAIN` but enums, to be compared with the very class of a value: a derived class may add attributes."""
 
 _OF_THREADS = (
     "threading",
@@ -50,7 +54,7 @@ _MAX_NAMED = 4096  # values of a container that are looked at one by one
 
 Values = Sequence[Any]
 Undo = Callable[[], bool]
-"""Puts values back, and returns whether it could put back all of them."""
+"""Puts values back, and returns whether all values could be put back."""
 
 
 class ValueHolder:

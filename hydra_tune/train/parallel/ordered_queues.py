@@ -1,7 +1,8 @@
 """`QueuedParallelStep`: batches side by side with their units in queues; each queue has at most one unit due at a time.
 
 `JobState` (`pool/runtime/job_state.py`) asks the subclasses, in `grouped_data_parallel.py` and `pipeline_parallel.py`,
-for due units whenever a unit of the step has run.
+for due units at the start of the step, and whenever a unit of the step has run. The hooks of the subclasses run under the
+step's lock (`parallel_step.py`). The module must not choose devices: the scheduler does.
 
 A queue is near the device of its last unit. No unit waits for the near device while another device could take the unit:
 when a unit is due, nothing else of its queue runs, and the near device is either idle and takes the unit, or works for
@@ -102,7 +103,7 @@ class QueuedParallelStep(ParallelStep):
 
     @abstractmethod
     def _size(self, queue: Hashable) -> int:
-        """Return the number of batches in a queue, for each shard of the queue."""
+        """Return the number of batches whose units of a shard go through a queue, the same for each shard of the queue."""
 
     def _first(self) -> list[ParallelUnit]:
         while self._started < min(self._end, len(self._over) + self._width):

@@ -2,10 +2,11 @@
 
 `ParallelStep` is the pool's view, for every way of splitting batches: `JobState` (`pool/runtime/job_state.py`) asks for
 the units due at the start, and for the units due after each unit. `DataParallelStep` is the first way: each batch goes
-through its units in order, from gradients of zero, on any free device. When its backward is over and the gradients of
-all earlier batches are summed, its own gradients are added. So every sum is made in the order of the batches, as in a
-plain loop, and the result is the same on one device and on many. The other ways are in `grouped_data_parallel.py` and
-`pipeline_parallel.py`.
+through its units in order, from gradients of zero, on any free device. When a batch's backward is over and the gradients
+of all earlier batches are summed, the batch's own gradients are added. So every sum is made in the order of the batches, as
+in a plain loop, and the result has the same bits on one device and on many. The other ways, in `grouped_data_parallel.py`
+and `pipeline_parallel.py`, derive from `QueuedParallelStep` (`ordered_queues.py`). A step must not choose devices: the
+scheduler does, and `near` is only a preference.
 
 `OptimizerStep` (`train/loop/optimizer_step.py`) makes the `ParallelStep`, yields the step to the pool, and takes the sums
 (`result`) or closes the step afterwards. The number of batches under way at once is limited, because the values between
@@ -45,7 +46,8 @@ class ParallelUnit:
 class ParallelStep(ABC):
     """Batches under way side by side.
 
-    `start` and `finished` may be called from any thread. `result` and `close` take no lock: no unit may be running.
+    `start` and `finished` may be called from any thread, and run `_first` and `_after` under the step's lock. `result` and
+    `close` take no lock: no unit may be running.
 
     Args:
         lanes: the batches in order.
@@ -67,7 +69,7 @@ class ParallelStep(ABC):
         self._replicas = replicas
         self._lock = threading.Lock()
         self._under_way = 0
-        # Batches from this rank on do not run, because an earlier batch has a bad loss.
+        # No batch from this rank on runs any more: the batch of this rank has a bad loss, or no batch has the rank.
         self._end = len(self._lanes)
         self._error: BadLossError | None = None
 
@@ -80,8 +82,7 @@ class ParallelStep(ABC):
         """Record that a batch's unit has run on a device.
 
         Returns:
-            The newly due units, the batch's own next unit first if any; and whether no unit is due or running any more,
-            reported only once.
+            The newly due units, in the subclass's order; and whether no unit is due or running any more, reported only once.
         """
         with self._lock:
             # Under the lock, because units of several batches end on several workers at once.
@@ -124,7 +125,7 @@ class ParallelStep(ABC):
 
 
 class DataParallelStep(ParallelStep):
-    """Whole batches, each on one device, as far as devices are free; gradients are summed batch by batch.
+    """Whole batches, each preferably on one device, as far as devices are free; gradients are summed batch by batch.
 
     Args:
         lanes, earlier, width, replicas: see `ParallelStep`.
