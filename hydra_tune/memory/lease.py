@@ -2,16 +2,17 @@
 
 A unit has `Pager.lease` (`pager.py`) make a lease, and enters the lease before computing: the lease pins the unit's
 blocks, has the pager bring the blocks to the device, and reserves workspace for intermediate tensors. Results become
-blocks out of the workspace. The end of the lease unpins the blocks and gives the rest of the workspace back. Units are in
-`train/loop/` (`batch_units.py`, `training_batch.py`, `burst.py`), `train/parallel/parallel_batch.py`,
-`train/state/replicas.py`, `fusion/group/multi_step_unit.py` and `fusion/runtime/paired_unit.py`. The loader's watchdog
-(`pool/faults/loader_watchdog.py`) may end the lease of a burst that waits for a batch.
+blocks out of the workspace. The end of the lease unpins the blocks and gives the rest of the workspace back. Units are
+in `train/loop/batch_units.py`, `train/loop/training_batch.py`, `train/loop/burst.py`,
+`train/parallel/parallel_batch.py`, `train/state/replicas.py`, `fusion/group/multi_step_unit.py` and
+`fusion/runtime/paired_unit.py`. The loader's watchdog (`pool/faults/loader_watchdog.py`) may end the lease of a burst
+that waits for a batch.
 
-Note: a lease serves a single unit. Nobody may ask an ended lease for room: the room would never be given back. The module
-must not know models or steps.
+Note: a lease serves a single unit. Nobody may ask an ended lease for room: the room would never be given back. The
+module must not know models or steps.
 
-Note: locks. Entering, changing and ending a lease takes the locks of blocks, so a caller must hold neither a block's lock
-nor the pool's lock.
+Note: locks. Entering, changing and ending a lease takes the locks of blocks, so a caller must hold neither a block's
+lock nor the pool's lock.
 """
 
 import threading

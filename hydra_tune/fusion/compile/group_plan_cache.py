@@ -1,14 +1,14 @@
 """`GroupPlanCache`: the plans of a group, by the kinds of batches that its members want.
 
-A kind is a mode and a batch signature, and may have several plans, each for other values or numbers. `GroupPlanCache` makes
-a plan when a new kind appears, and finds smaller batches that can be padded and computed together with larger batches, such
-as the last batch of an epoch. `GroupTrial` (`fusion/group/group_trial.py`) asks `GroupPlanCache` whenever the group chooses
-the members to compute next, and `MemberComparison` (`fusion/group/member_comparison.py`) for a member's own plan before a
-comparison. `group_executor.py` and `batch_bucketing.py` in `fusion/group` take `wanted_of`. The module must not decide
-which trials are in a group.
+A kind is a mode and a batch signature, and may have several plans, each for other values or numbers. `GroupPlanCache`
+makes a plan when a new kind appears, and finds smaller batches that can be padded and computed together with larger
+batches, such as the last batch of an epoch. `GroupTrial` (`fusion/group/group_trial.py`) asks `GroupPlanCache` whenever
+the group chooses the members to compute next, and `MemberComparison` (`fusion/group/member_comparison.py`) for a
+member's own plan before a comparison. `fusion/group/group_executor.py` and `fusion/group/batch_bucketing.py` take
+`wanted_of`. The module must not decide which trials are in a group.
 
-Note: all plans of a group are cut as `first` is, because all run on the state that `first` has cut. Only the thread that
-advances the group may call, except for `make_ready` and `stacked`.
+Note: all plans of a group are cut as `first` is, because all run on the state that `first` has cut. Only the thread
+that advances the group may call, except for `make_ready` and `stacked`.
 """
 
 import logging

@@ -1,14 +1,15 @@
 """Records the memory actions of a worker, action by action, while a run is recorded.
 
 `PoolRecorder` (`pool/runtime/recorder.py`) opens a `WorkerTurn` on the worker's thread for each command to run a unit,
-and on any thread for the release of an ended job's memory. `Worker` (`pool/runtime/worker.py`) notes the units. The pager
-(`memory/pager.py`), leases (`memory/lease.py`), the prefetcher (`memory/prefetch.py`) and releases
-(`memory/block_release.py`) note their actions on the thread's turn. Without a recording there is no turn, and a note costs
-a single thread-local lookup. `simulate/recorded/recording.py` writes the turns
-to a file and reads them from one; `script.py` and `pager_model.py` beside `recording.py` read the turns.
+and on any thread for the release of an ended job's memory. `Worker` (`pool/runtime/worker.py`) notes the units. The
+pager (`memory/pager.py`), leases (`memory/lease.py`), the prefetcher (`memory/prefetch.py`) and releases
+(`memory/block_release.py`) note their actions on the thread's turn. Without a recording there is no turn, and a note
+costs a single thread-local lookup. `simulate/recorded/recording.py` writes the turns to a file and reads them from one;
+`simulate/recorded/script.py` and `simulate/recorded/pager_model.py` read the
+turns.
 
-Note: threads. A turn has no lock. A lease opens its worker's turn on autograd's thread as well, while the worker waits. All
-turns of a recording share one dictionary of facts. A turn must keep no block and no tensor alive.
+Note: threads. A turn has no lock. A lease opens its worker's turn on autograd's thread as well, while the worker waits.
+All turns of a recording share one dictionary of facts. A turn must keep no block and no tensor alive.
 """
 
 import threading

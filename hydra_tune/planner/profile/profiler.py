@@ -1,10 +1,11 @@
 """Algorithm A: the seconds and memory of each node of a step's graph, and the seconds of each feature map's copies.
 
 `StepPlanner` (`fusion/runtime/step_planner.py`) has each step profiled before the first plan of the step;
-`pool/dry_run/step_profiles.py` has steps profiled for `HydraExecutor.plan(profile=...)` and `hydra-tune plan --profile`.
-`step_profiles.py` hands the profiler to `TaskProfileCache` (`fusion/runtime/task_profiles.py`). `step_planner.py`
-borrows the device, shares `GATE` (`shard/capture/capture_lock.py`) and computes with a single thread meanwhile: the
-profiler does none of these. `output_layouts.py` borrows `array_of` and `CpuClock`. The module must not know plans.
+`pool/dry_run/step_profiles.py` has steps profiled for `HydraExecutor.plan(profile=...)` and `hydra-tune plan
+--profile`. `pool/dry_run/step_profiles.py` hands the profiler to `TaskProfileCache`
+(`fusion/runtime/task_profiles.py`). `fusion/runtime/step_planner.py` borrows the device, shares `GATE`
+(`shard/capture/capture_lock.py`) and computes with a single thread meanwhile: the profiler does none of these.
+`output_layouts.py` borrows `array_of` and `CpuClock`. The module must not know plans.
 
 The graph runs node by node on made-up numbers, with a single warm-up and three measured runs, of which medians are
 taken. Every feature map goes to the host after its last use in the forward, and comes back before its first use in the
@@ -18,7 +19,8 @@ times are scaled to add up to the passes. The pace of the machine is measured be
 Graphs that are profiled one after another on a device are all reported at the pace of the device's first graph.
 
 Where another thread copies, the time that the computing thread needs for a hand-over is measured once for each device
-(`copy_handoff_cost.py`). A feature map whose two copies take no longer than two hand-overs is left to the computing thread.
+(`copy_handoff_cost.py`). A feature map whose two copies take no longer than two hand-overs is left to the computing
+thread.
 
 Note: lock. `SubArrayProfiler` measures under its lock, so other threads wait as long as a profile takes, except in
 `pace_seconds`.

@@ -1,14 +1,14 @@
 """A background thread for calls that other threads have no time for, or must not make under a lock.
 
-`FusedJobTable` (`pool/fusion/job_table.py`) keeps two queues: `building` for a job that joins a running group, for a plan
-of another group size or for timing smaller groups, and `timer` for a call into the pool that has to wait or must not
-hold the lock. `LiveGroup` (`live_group.py`), `GroupJobLauncher` (`group_jobs.py`), `GroupEndHandler`
-(`group_completion.py`) and `FusedPool` (`fused_pool.py`, all in `pool/fusion/`) queue the calls. `_DrawingFusedJob`
-(`group_loaders.py`, there too) replaces the `building` thread where a joining trial's loader hangs. An error of a call
-goes to the log, and the queue goes on.
+`FusedJobTable` (`pool/fusion/job_table.py`) keeps two queues: `building` for a job that joins a running group, for a
+plan of another group size or for timing smaller groups, and `timer` for a call into the pool that has to wait or must
+not hold the lock. `LiveGroup` (`pool/fusion/live_group.py`), `GroupJobLauncher` (`pool/fusion/group_jobs.py`),
+`GroupEndHandler` (`pool/fusion/group_completion.py`) and `FusedPool` (`pool/fusion/fused_pool.py`)
+queue the calls. `_DrawingFusedJob` (`pool/fusion/group_loaders.py`) replaces the `building`
+thread where a joining trial's loader hangs. An error of a call goes to the log, and the queue goes on.
 
-Note: locks. A caller of `do` may hold the pool's lock, which comes before the queue's lock. The thread holds no lock while
-a call runs. `close` waits for the thread, so its caller must not hold the pool's lock.
+Note: locks. A caller of `do` may hold the pool's lock, which comes before the queue's lock. The thread holds no lock
+while a call runs. `close` waits for the thread, so its caller must not hold the pool's lock.
 """
 
 import heapq

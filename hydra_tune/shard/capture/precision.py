@@ -3,12 +3,13 @@
 A capture inside autocast does not record autocast, so autocast is entered again around every piece of a captured graph.
 In an eager step, a single region spans the whole forward. A parameter used by several operators is cast once, so its
 gradients are added in the low precision. Regions around pieces would cast the parameter once per piece. `share_casts`
-therefore puts the single cast into the graph, as a value that may cross cuts like any other value; parameters used once,
-except by a recurrent operator, are left to autocast. `cut_shard` (`shard/partition/subgraph.py`) wraps each new shard in
-`under_autocast`, and `captured_graph` (`shard/partition/trial_step.py`) calls `share_casts` after each capture.
-`train/loop/direct.py` and `shard/execute/eager_plan.py` run the user's own steps in `eager_autocast`; so do the checks and
-measurements of such steps (`step_outcome.py`, `eager_pilot.py`, `value_replay.py`). Stacked operators (`fusion/batching/`)
-use `autocast` and `without_autocast`. The module must not know budgets or cuts.
+therefore puts the single cast into the graph, as a value that may cross cuts like any other value; parameters used
+once, except by a recurrent operator, are left to autocast. `cut_shard` (`shard/partition/subgraph.py`) wraps each new
+shard in `under_autocast`, and `captured_graph` (`shard/partition/trial_step.py`) calls `share_casts` after each
+capture. `train/loop/direct.py` and `shard/execute/eager_plan.py` run the user's own steps in `eager_autocast`; so do
+the checks and measurements of such steps (`shard/verify/step_outcome.py`, `shard/cost/eager_pilot.py`,
+`value_replay.py`). Stacked operators (`fusion/batching/`) use `autocast` and `without_autocast`. The module must not
+know budgets or cuts.
 
 Note: torch keeps a process-wide cache of casts and clears the cache when any thread leaves a `torch.autocast` region.
 Regions of captured code neither use nor clear the cache, because other threads may be in eager code that relies on the

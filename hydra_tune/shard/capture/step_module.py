@@ -4,11 +4,11 @@ A capture of both together makes the loss itself (or the metrics) the graph's ou
 loss, and batches of any structure, need no special treatment.
 
 `capture` (`step_capture.py`) exports the module. `shard/verify/step_outcome.py` runs the module eagerly when a plan is
-checked, `value_replay.py` when answers are noted, and `shard/cost/eager_pilot.py` when a step that cannot be captured is
-measured; `shard/execute/eager_plan.py` runs the module in each unit of such a step. A trial that runs the user's own
-code (`train/loop/direct.py`) needs `training_loss` and `evaluation_metrics` alone, and `train/loop/microbatches.py` takes
-`training_loss` alone. `gradient_rules.py`, in `train/loop/` and in `shard/partition/`, makes the `objective` of a backward,
-and `shard/partition/trial_step.py` sets a model's mode. The module must not know budgets or cuts.
+checked, `value_replay.py` when answers are noted, and `shard/cost/eager_pilot.py` when a step that cannot be captured
+is measured; `shard/execute/eager_plan.py` runs the module in each unit of such a step. A trial that runs the user's own
+code (`train/loop/direct.py`) needs `training_loss` and `evaluation_metrics` alone, and `train/loop/microbatches.py`
+takes `training_loss` alone. `train/loop/gradient_rules.py` and `shard/partition/gradient_rules.py` make the `objective`
+of a backward, and `shard/partition/trial_step.py` sets a model's mode. The module must not know budgets or cuts.
 """
 
 from collections.abc import Callable, Mapping

@@ -6,12 +6,12 @@ rows. For each tried number, the step is cut as for training, packed anew where 
 (`shard/partition/shard_size_search.py`), and simulated (`traffic_model.py`). `train/loop/microbatch_choice.py` calls
 `choose_count` on the first batch of a trial with `split_batches="auto"`, unless a similar trial has chosen before.
 `step_estimate.py` makes the `StepCostEstimate`, and `PlanLibrary` (`shard/partition/plan_cache.py`) keeps the choices.
-`microbatches.py` and `partition_planner.py` ask `whole_batch_layer`, and `SingleTrial` asks `divisors`. The module must not
-know the pager.
+`train/loop/microbatches.py` and `shard/partition/partition_planner.py` ask `whole_batch_layer`, and `SingleTrial` asks
+`divisors`. The module must not know the pager.
 
-Note: the rule. The numbers are divisors of the batch size, so that all pieces are equal and share a plan. The
-fewest pieces that fit are taken, a whole batch first, unless a step in more pieces is expected to be clearly shorter. Then
-the number with the shortest step is taken, or the smallest of about equal numbers. Where units and copies cannot be
+Note: the rule. The numbers are divisors of the batch size, so that all pieces are equal and share a plan. The fewest
+pieces that fit are taken, a whole batch first, unless a step in more pieces is expected to be clearly shorter. Then the
+number with the shortest step is taken, or the smallest of about equal numbers. Where units and copies cannot be
 compared (on GPUs, or for a model that runs whole), the bytes moved by a step stand for its seconds.
 
 Note: no clock. The number is part of the computation, because another number rounds sums in another order. The choice
