@@ -84,7 +84,7 @@ class CpuDevice:
     is_host = True
 
     def __init__(self, index: int, budget_bytes: int, link_bandwidth: float | None = None) -> None:
-        # Here, because devices are opened before the pool starts its first thread.
+        # Here, because the first devices are opened before the pool starts its first thread.
         keep_cuda_guard()
         keep_freed_memory(STEP_BYTES)
         self.name = f"cpu:{index}"
