@@ -9,8 +9,8 @@ know shards or devices.
 Note: each call has a `self` of its own, but trials share the attributes' contents, and no checkpoint holds the attributes.
 So an override that reads the training (`self.state`), sets an attribute, or changes an attribute's content is refused by
 name: the loss would be another in each trial. Contents, but for the tokenizer's, are compared after the calls 1, 2, 4, 8
-and so on of a model, because a large attribute takes milliseconds. Trials on several threads call the override at once,
-without a lock.
+and so on of a model, because a large attribute takes milliseconds. An attribute that cannot be pickled, such as an open
+file, is not compared. Trials on several threads call the override at once, without a lock.
 """
 
 import ast
@@ -22,7 +22,7 @@ import io
 import os
 import pickle
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
@@ -72,7 +72,7 @@ class OwnLoss:
         of_model: attributes that are the model.
     """
 
-    method: Callable[..., Any]
+    method: MethodType
     of_model: frozenset[str]
 
     def __call__(
@@ -83,7 +83,7 @@ class OwnLoss:
         Raises:
             TaskError: the override reads what a trial in the pool lacks, or changes what trials share.
         """
-        shared: Any = getattr(self.method, "__self__")  # noqa: B009 - a Callable has no such attribute for mypy
+        shared: Any = self.method.__self__
         num_calls, before = _CALLS.get(module) or (0, _contents(vars(shared)))
         num_calls += 1
         _CALLS[module] = num_calls, before
@@ -91,8 +91,7 @@ class OwnLoss:
         owner = object.__new__(type(shared))
         vars(owner).update(vars(shared) | dict.fromkeys(self.of_model, module))
         names = set(vars(owner))
-        # A copy, because overrides take the labels out, and an evaluation reads them afterwards. Of the same class, which
-        # may offer the values as attributes.
+        # A copy, because overrides take the labels out, and an evaluation reads them afterwards.
         options = {"return_outputs": True} if return_outputs else {}
         value = type(owner).compute_loss(owner, module, copy.copy(batch), num_items_in_batch=total, **options)
         # At the powers of two.
@@ -125,7 +124,7 @@ def own_loss_of(trainer: Trainer) -> OwnLoss | None:
     vars(shared).update(settings | own | {"accelerator": _SingleProcessAccelerator()})
     for name in of_model:
         del vars(shared)[name]
-    return OwnLoss(method=getattr(shared, "compute_loss"), of_model=_THE_MODEL | of_model)  # noqa: B009 - see __call__
+    return OwnLoss(method=shared.compute_loss, of_model=_THE_MODEL | of_model)
 
 
 def refused_attributes(trainer: Trainer) -> Iterator[str]:
@@ -148,7 +147,7 @@ def refused_attributes(trainer: Trainer) -> Iterator[str]:
         if trainer.compute_loss_func is not None and reaches(trainer.compute_loss_func):
             yield f"a compute_loss_func that holds a part of the model, or a {kind}: override compute_loss in a class instead"
         return
-    for name, value in vars(getattr(loss.method, "__self__")).items():  # noqa: B009 - see OwnLoss.__call__
+    for name, value in vars(loss.method.__self__).items():
         if name not in _SETTINGS - {"compute_loss_func"} and reaches(value):
             yield (
                 f"self.{name} of {kind}, which holds a part of the model, or a Trainer: each trial has a model of its own; "
@@ -169,6 +168,8 @@ class _AttributeDigest(pickle.Pickler):
     Pickling walks through most objects. Tensors count by their identity and version, and functions by their identity.
     Models count by their identity, parameters and buffers, and generators by their identity and state. Of a function, the
     variables of its closure are walked through as well, and global variables that are a tensor, a model or a `Trainer`.
+    `PythonStateUndo` would not do here: models of the library note settings on themselves at their first call, which
+    would count as changes.
 
     Attributes:
         objects: identities of the trainers, models and their parts, tensors, functions, methods and generators.

@@ -55,6 +55,11 @@ from hydra_tune.shard.python_state.value_holder import Undo, ValueHolder, write_
 from hydra_tune.task import TrainTask
 
 _LOGGER = logging.getLogger(__name__)
+_NOT_PUT_BACK = (
+    "%s has changed while the pool tried code of a trial, and is not put back, because the value is large or closed, or "
+    "others may have changed the value; numbers that depend on the value may be others than a plain loop's. "
+    "Give each trial small objects of its own"
+)
 _GRADIENT_FUNCTIONS = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
 _OPTIMIZERS = frozenset(
     name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"
@@ -195,11 +200,13 @@ class PythonStateGuard:
             only_tensors: put back only the contents of tensors; keep results.
         """
         holders = [holder for holder in self._holders if holder.is_tensor or not only_tensors]
-        changed = [holder for holder in holders if holder.change() is not None]
-        for holder in changed:
+        changed = [(holder, label) for holder in holders if (label := holder.change()) is not None]
+        for holder, label in changed:
             if holder.write is not None:
-                with suppress(Exception):  # a file that the step has closed; the other values are put back all the same
+                try:
                     holder.write(holder.noted)
+                except Exception:  # noqa: BLE001 - a file that the step has closed; the other values are put back all the same
+                    _LOGGER.warning(_NOT_PUT_BACK, label)
         if not only_tensors:
             self.restore_caches()
 
@@ -296,12 +303,7 @@ class PythonStateUndo:
             if not is_undone:
                 self.stays = label
         if self.stays is not None:
-            _LOGGER.warning(
-                "%s has changed while the pool tried code of a trial, and is not put back, because the value is large or "
-                "others may have changed the value; numbers that depend on the value may be others than a plain loop's. "
-                "Give each trial small objects of its own",
-                self.stays,
-            )
+            _LOGGER.warning(_NOT_PUT_BACK, self.stays)
 
     def undo(self, shared: tuple[str, ...] = (), *, keeps_results: bool = False) -> None:
         """Put back the values that differ by now, beside other trials; arguments as of `note_changes`."""
