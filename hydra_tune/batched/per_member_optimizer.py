@@ -7,8 +7,8 @@ one update at a time. The module must not know groups, trials or plans, and a me
 members' bits alone.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -24,10 +24,14 @@ class PerMemberOptimizer(StackedOptimizer):
     During a member's step the member's own parameters with gradients are views of the stacked parameters, and get their
     own memory back afterwards. The member's state is also stored as state of the stacked parameters, under prefixed names,
     so the group holds and moves the state like that of any optimizer. The valid state is the stored state.
+
+    Attributes:
+        around_member: returns the context manager entered around a member's step, by the member's slot.
     """
 
     def __init__(self, members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> None:
         super().__init__(members, groups)
+        self.around_member: Callable[[int], AbstractContextManager[object]] = nullcontext
         self._stacked = [p for group in groups for p in group]
         self._own = [self._parts_of(member) for member in members]
 
@@ -41,7 +45,7 @@ class PerMemberOptimizer(StackedOptimizer):
                 continue
             present = [(p, stacked) for p, stacked in parts if stacked.grad is not None]
             self._take_over(index, member, present)
-            with _parts(index, present):
+            with _parts(index, present), self.around_member(index):
                 member.step()
             self._note(index, member, present)
 

@@ -299,7 +299,7 @@ class SingleTrial(OwnCodeTrial):
             self.state = self._lay_out(*self._objects, kept.plan)
             # Otherwise the optimizer draws nothing: a model whose optimizer draws is not cut.
             if len(kept.plan.shards) == 1 or self._device.shares_generator:
-                self.state.around_step = partial(self._streams.drawing, keep=True)
+                self.state.around_step = self._streams.updating
         self._train_times, self._step_left = kept.times, kept.times.total
         return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, strategy)
 

@@ -259,7 +259,7 @@ class Noisy(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         for parameter in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
-            parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+            parameter.add_(torch.randn_like(parameter) + noise(), alpha=1e-3)
 
 
 @pytest.mark.parametrize("model", [captured, whole])
@@ -271,6 +271,22 @@ def test_an_optimizer_that_draws_draws_from_the_trials_stream(model, options):
     with running(**options) as pool:
         result = pool.submit(described).result(PATIENCE_SECONDS)
     assert not against_plain(described, result)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_an_optimizer_of_a_fused_member_draws_from_the_members_stream(dropout):
+    def net():
+        return nn.Sequential(nn.Linear(8, 16), nn.Dropout(dropout), nn.Linear(16, 4))
+
+    members = [
+        task(model=net, optimizer=partial(Noisy, lr=lr), train=noisy, seed=seed) for seed, lr in enumerate((0.1, 0.05))
+    ]
+    with running(fusion="on") as pool:
+        results = pool.run(members)
+    assert {result.group_size for result in results} == {2}
+    for member, result in zip(members, results, strict=True):
+        for name, value in train_plain(member).module().state_dict().items():
+            torch.testing.assert_close(result.module().state_dict()[name], value, rtol=0, atol=1e-6)
 
 
 TRIED, DRAWN = threading.Event(), threading.Event()

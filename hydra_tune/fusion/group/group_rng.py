@@ -75,6 +75,20 @@ class GroupStreams(RandomStreams):
             return self._drawing(keep=keep)
         return self._drawing_in_turns(device, keep=keep)
 
+    @override
+    @contextmanager
+    def updating(self, device: Device | None) -> Iterator[None]:
+        """Let the members' own optimizers draw from the members' streams, each within `of_member`."""
+        # A round on a GPU may be drawing already.
+        with nullcontext() if self._turns is not None else self.drawing(device, keep=True):
+            yield
+
+    @contextmanager
+    def of_member(self, index: int) -> Iterator[None]:
+        """Make all streams of the thread a member's, for the member's own code within `updating`."""
+        with self._members[index].everything(), nullcontext() if self._turns is None else self._turns.turn(index):
+            yield
+
     @contextmanager
     def _drawing(self, *, keep: bool) -> Iterator[None]:
         group = self._group

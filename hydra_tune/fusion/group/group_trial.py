@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 
 from hydra_tune.batched.batched_optimizer import StackedOptimizer
+from hydra_tune.batched.per_member_optimizer import PerMemberOptimizer
 from hydra_tune.devices.cuda_graphs import CudaRecorder
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import GroupBatchError, UnfusableError
@@ -576,6 +577,9 @@ class GroupTrial(Trial):
             # Batched kernels update by parameter; the check's small stand-ins have too few members to be stepped.
             is_separable=True,
         )
+        if isinstance(optimizer, PerMemberOptimizer):
+            optimizer.around_member = self._places.streams.of_member
+            self.state.around_step = self._places.streams.updating
         adopt(self.state, built, [seat.status is None for seat in self.seats], self._device)
         self.num_shards = len(prepared.plan.shards)
         for seat in self.seats:

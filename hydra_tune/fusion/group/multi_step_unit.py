@@ -233,7 +233,10 @@ class GroupRound:
 
     def _drawing(self, device: Device) -> AbstractContextManager[object]:
         rules = self._rules
-        return rules.streams.drawing(device, keep=True) if rules.shard.graph.stochastic else nullcontext()
+        if rules.shard.graph.stochastic:
+            return rules.streams.drawing(device, keep=True)
+        # An update may need the turn of a GPU's generator, which comes before the gate.
+        return rules.state.around_step(device) if rules.plan.mode == "train" else nullcontext()
 
     def _turn(self, device: Device) -> ExitStack:
         """Return the context of a step on a device whose generator others draw from; the gate is passed inside."""
@@ -281,7 +284,8 @@ class GroupRound:
             if rules.gradients.has_two_phases:
                 rules.gradients.complete(rules.state.optimized(gradients))
                 rules.gradients.leave_out_overflowed(rules.state.optimizer)
-            rules.state.update(rules.shard.trained, gradients, rules.gradients)
+            with rules.state.around_step(device):
+                rules.state.update(rules.shard.trained, gradients, rules.gradients)
             rules.state.adopt_optimizer_state(names, device)
             rules.state.end_step()
             rules.gradients.next_step()

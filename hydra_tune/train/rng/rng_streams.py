@@ -171,7 +171,7 @@ class RandomStreams:
         return _RandomStreamContext(self._host_streams)
 
     def drawing(self, device: Device | None, *, keep: bool) -> AbstractContextManager[None]:
-        """Make the device's generator the trial's inside the context, for a captured unit that draws, or an update.
+        """Make the device's generator the trial's inside the context, for a captured unit that draws.
 
         Args:
             device: device of the unit; None: on the host, beside a device.
@@ -180,6 +180,16 @@ class RandomStreams:
         if device is None or device.shares_generator:
             return self._drawing_on_host(keep=keep)
         return self._drawing_on_gpu(device, keep=keep)
+
+    @contextmanager
+    def updating(self, device: Device | None) -> Iterator[None]:
+        """Make all streams the trial's around an update, because the optimizer's own code may draw from any of them.
+
+        Args:
+            device: device of the update; None: on the host.
+        """
+        with self.drawing(device, keep=True), self.everything():
+            yield
 
     @contextmanager
     def _drawing_on_host(self, *, keep: bool) -> Iterator[None]:
