@@ -8,10 +8,30 @@ the files of `Result.save` (`train/trained.py`) and `load_module` (`train/checkp
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
+
+from hydra_tune.errors import ConfigError
 
 
 def absolute_path(path: str | os.PathLike[str]) -> Path:
     """Return an absolute path, with a leading tilde as the home folder; symlinks and `..` stay as they are."""
     # Unlike `Path.expanduser`, leaves `~name` as it is where there is no such user.
     return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111
+
+
+def check_reachable(path: Path, what: str) -> None:
+    """Refuse a path that this user may not follow, or that no file can have; the file or folder may be missing.
+
+    Args:
+        path: an absolute path.
+        what: name of the option, for the message.
+
+    Raises:
+        ConfigError: as said.
+    """
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
+    except OSError as error:
+        raise ConfigError(f"{what} {str(path)!r} cannot be reached: {error.strerror}; give another path") from error

@@ -240,9 +240,9 @@ class Scenario:
         for outage in sorted(self.outages, key=lambda outage: outage.at_seconds):
             since = free[outage.device]
             if outage.at_seconds < since:
+                again = "is lost for ever before" if since == math.inf else f"is there again at {since:g} s"
                 raise ConfigError(
-                    f"device {outage.device!r} is to be lost at {outage.at_seconds:g} s, when it is not there; it is "
-                    f"there again at {since:g} s"
+                    f"device {outage.device!r} is to be lost at {outage.at_seconds:g} s, when it is not there; it {again}"
                 )
             free[outage.device] = math.inf if outage.until_seconds is None else outage.until_seconds
         if min(free.values()) == math.inf:

@@ -8,7 +8,7 @@ numpy.
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -222,8 +222,13 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
         raise ConfigError("a profile needs a run in which at least one unit ran")
     # The simulation's clock begins at 0, with the job that was ready first.
     start = min(script.ready_ns for script in ran.values())
+    priorities = {event.job: event.priority for event in _submissions(recording)}
     trials = [
-        {**_recorded_trial(job, script, recording), "arrival_seconds": (script.ready_ns - start) / _SECOND}
+        {
+            **_recorded_trial(job, script, recording),
+            "arrival_seconds": (script.ready_ns - start) / _SECOND,
+            "priority": priorities[job],
+        }
         for job, script in ran.items()
     ]
     copies = [copy for turn in recording.turns for copy in (*turn.copies, *turn.sent)]
@@ -246,8 +251,12 @@ def _is_staggered(recording: Recording) -> bool:
     """Whether the trials of a run were staggered; under "auto", whether any trial was submitted as staggered."""
     if recording.admission != "auto":
         return recording.admission == "staggered"
-    events = (event for decision in recording.decisions for event in decision.events)
-    return any(isinstance(event, JobSubmitted) and event.staggered for event in events)
+    return any(event.staggered for event in _submissions(recording))
+
+
+def _submissions(recording: Recording) -> Iterator[JobSubmitted]:
+    for decision in recording.decisions:
+        yield from (event for event in decision.events if isinstance(event, JobSubmitted))
 
 
 def _recorded_trial(job: str, script: JobScript, recording: Recording) -> dict[str, Any]:

@@ -387,6 +387,7 @@ def test_a_search_that_keeps_weights_is_otherwise_the_same(narrow):
         ({"keep_best": None, "weights_dir": "w"}, "give keep_best=1 or more as well"),
         ({"weights_dir": 3}, "weights_dir must be the path of a folder, not 3"),
         ({"weights_dir": "file/w"}, "cannot be made: .* is a file"),
+        ({"weights_dir": "w" * 300}, "cannot be reached: File name too long"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_there_is_a_study(options, message, pool, tmp_path):

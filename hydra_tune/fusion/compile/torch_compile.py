@@ -68,8 +68,14 @@ def _filled(trace: JointTrace, operands: ShardOperands, count: int) -> list[Tens
 def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
     """Describe how computed tensors differ from expected tensors; empty if they agree."""
     for expected_tensor, found_tensor in zip(expected, found, strict=True):
-        largest = expected_tensor.abs().max().item() if expected_tensor.numel() else 0.0
-        largest_error = (expected_tensor - found_tensor).abs().max().item() if expected_tensor.numel() else 0.0
+        # Equal infinities and two NaN agree, for a member may have diverged.
+        differ = (expected_tensor != found_tensor) & ~(expected_tensor.isnan() & found_tensor.isnan())
+        if not differ.any():
+            continue
+        kind = torch.promote_types(expected_tensor.dtype, torch.int16)  # booleans cannot be subtracted
+        numbers = expected_tensor.to(kind)
+        largest = numbers.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+        largest_error = (numbers - found_tensor.to(kind))[differ].abs().max().item()
         if not largest_error <= _TOLERANCE * max(largest, 1e-6):
             return f"its numbers are off by {largest_error:.3g}, of tensors of up to {largest:.3g}"
     return ""

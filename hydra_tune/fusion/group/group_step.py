@@ -60,9 +60,12 @@ class GroupGradients(GradientProcessor):
     def replace(self, index: int, task: TrainTask, rules: GradientProcessor) -> None:
         """Give a slot to another member."""
         self._limits[index], self._own[index] = task.max_grad_norm, rules
-        assert task.max_grad_norm is None or self._max_norm is not None, (
-            "a group that does not clip admits nobody who does"
-        )
+        assert task.max_grad_norm is None or self.clips, "a group that does not clip admits nobody who does"
+
+    @property
+    def clips(self) -> bool:
+        """Whether a member clipped gradients when the slots were made, so that steps take norms."""
+        return self._max_norm is not None
 
     @property
     def limits(self) -> Tensor:

@@ -113,7 +113,7 @@ class GroupTrial(Trial):
         self._times = times or SharedUnitTimes()
         self._kinds = GroupPlanCache(plans)
         self._places = SlotTable(seats, device)
-        is_exact = self.task.compile is None and not library.budget.checks_sample
+        is_exact = not library.budget.checks_sample
         self._comparison = MemberComparison(self._places, self._kinds, library, is_exact=is_exact)
         self._attendance = MemberCoordinator(
             self._places, desk, self._resize, lambda seat: self._comparison.check(seat, self._train_times.total)
@@ -145,7 +145,7 @@ class GroupTrial(Trial):
 
         A member that clips gradients is admitted only where a member clipped when the slots were made.
         """
-        if member.task.max_grad_norm is not None and not self._places.gradients.has_two_phases:
+        if member.task.max_grad_norm is not None and not self._places.gradients.clips:
             return False  # the group did not reserve the memory that clipping needs
         optimizer = None if self.state is None else self.state.optimizer
         return not isinstance(optimizer, StackedOptimizer) or optimizer.admits(member.built()[1])

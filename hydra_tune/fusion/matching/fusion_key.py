@@ -52,7 +52,9 @@ def check_task(task: TrainTask) -> None:
     Raises:
         UnfusableError: the task uses an unsupported argument, named in the message.
     """
-    supported: dict[str, Any] = {"split_batches": 1, "split_operators": None, "compile": None}
+    if task.compile is not None:
+        raise UnfusableError(f"it has compile={task.compile!r}, and the compiled code is for a single trial")
+    supported: dict[str, Any] = {"split_batches": 1, "split_operators": None}
     for name, value in supported.items():
         if getattr(task, name) != value:
             raise UnfusableError(f"it has {name}={getattr(task, name)!r}, and a group takes each batch whole")

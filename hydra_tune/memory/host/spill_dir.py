@@ -22,7 +22,7 @@ from pathlib import Path
 
 from hydra_tune.checkpoint.lock import LOCK, is_locked, take_lock
 from hydra_tune.errors import ConfigError
-from hydra_tune.paths import absolute_path
+from hydra_tune.paths import absolute_path, check_reachable
 from hydra_tune.quantities import format_bytes
 
 _FOLDER = re.compile(r"hydra-tune-[0-9]+-[0-9a-f]{32}")
@@ -46,6 +46,7 @@ def check_spill_dir(path: object) -> Path:
         raise ConfigError(f"spill_dir must be the path of a folder, not {path!r}")
     # Not Path.resolve, which would follow the symlink that is refused here.
     folder = Path(os.path.abspath(absolute_path(path)))  # noqa: PTH100
+    check_reachable(folder, "spill_dir")
     if folder.is_symlink():
         raise ConfigError(f"spill_dir {str(folder)!r} is a symlink; give its target, {str(folder.resolve())!r}")
     if not folder.exists():

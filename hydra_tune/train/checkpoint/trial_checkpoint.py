@@ -272,7 +272,7 @@ class TrialObjects:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore everything that needs no plan; the optimizer's per-parameter state and frozen parameters follow later."""
         copy_weights(self.module, state)
-        _end_laziness(self.module)
+        end_laziness(self.module)
         for path, submodule in with_extra_state(self.module):
             if path in state["extra"]:
                 submodule.set_extra_state(state["extra"][path])
@@ -430,10 +430,7 @@ def copy_weights(module: nn.Module, state: Mapping[str, Any]) -> None:
     """
     saved_tensors, shared = state["model"], state["shared"]
     check_base(module, shared)
-    # A lazy tensor has no shape before the first forward.
-    for name, lazy in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(lazy) and name in saved_tensors:
-            lazy.materialize(saved_tensors[name].shape)
+    materialize(module, saved_tensors)
     named = dict(named_state(module))
     with torch.no_grad():
         for name, saved in saved_tensors.items():
@@ -446,6 +443,13 @@ def copy_weights(module: nn.Module, state: Mapping[str, Any]) -> None:
                 _put_buffer(module, name, saved.clone(), is_persistent=name not in state.get("not_persistent", ()))
     for name in named.keys() - saved_tensors.keys() - shared.keys():
         _put_buffer(module, name, None)
+
+
+def materialize(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give lazy parameters and buffers the shapes of tensors of the same names, as the first forward does."""
+    for name, lazy in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(lazy) and name in tensors:
+            lazy.materialize(tensors[name].shape)
 
 
 def check_base(module: nn.Module, shared: Mapping[str, str]) -> None:
@@ -480,7 +484,7 @@ def _put_buffer(module: nn.Module, name: str, tensor: Tensor | None, *, is_persi
         owner.register_buffer(own_name, tensor, persistent=is_persistent)
 
 
-def _end_laziness(module: nn.Module) -> None:
+def end_laziness(module: nn.Module) -> None:
     """Make ordinary modules of the lazy ones whose tensors all have shapes, as a forward does; their attributes follow."""
     lazy = [part for part in module.modules() if isinstance(part, LazyModuleMixin)]
     for part in lazy:

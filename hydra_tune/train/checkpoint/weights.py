@@ -26,7 +26,14 @@ from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.task import TrainTask
 from hydra_tune.train.checkpoint.compatibility import kinds_as_built, kinds_of
-from hydra_tune.train.checkpoint.trial_checkpoint import check_base, copy_weights, decoded, with_extra_state
+from hydra_tune.train.checkpoint.trial_checkpoint import (
+    check_base,
+    copy_weights,
+    decoded,
+    end_laziness,
+    materialize,
+    with_extra_state,
+)
 from hydra_tune.train.rng.rng_streams import RandomStreams
 
 _NUM_NAMED = 3
@@ -120,6 +127,8 @@ def with_weights(
     with RandomStreams(task.seed).everything(), GATE.shared(), torch.no_grad():
         module = task.model()
         check_base(module, shared)
+        materialize(module, tensors)
+        end_laziness(module)
         named = {name: tensor for name, tensor in named_state(module) if name not in shared}
         differing = _differences(named, dict(tensors))
         if differing:

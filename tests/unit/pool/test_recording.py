@@ -57,12 +57,13 @@ def record(
     held=None,
     *,
     staggered=False,
+    priorities=(0, 0, 0),
     **options,
 ):
     """Three trials of different lengths; the fifth report is answered by pruning.
 
     Args:
-        staggered: how the trials are submitted.
+        staggered, priorities: how the trials are submitted.
         held: lets units begin once all trials are prepared; None: they begin as soon as they may.
     """
     if held is not None:
@@ -70,8 +71,10 @@ def record(
     with running(**({"devices": devices, "policy": policy, "num_shards": 3, "record": True} | options)) as pool:
         stream, reports = pool.events(), 0
         jobs = [
-            pool.submit(task(epochs=epochs, validate=task().train), events=stream, staggered=staggered)
-            for epochs in (2, 4, 3)
+            pool.submit(
+                task(epochs=epochs, validate=task().train), events=stream, staggered=staggered, priority=priority
+            )
+            for epochs, priority in zip((2, 4, 3), priorities, strict=True)
         ]
         if held is not None:
             until(lambda: not any(job.state in ("queued", "preparing") for job in jobs))
@@ -288,8 +291,9 @@ def test_a_file_has_all_of_it_and_is_a_trace(tmp_path):
 
 
 def test_its_profile_is_one_that_the_simulator_plays():
-    recording = record(max_concurrent=3).recording()
+    recording = record(max_concurrent=3, priorities=(0, 2, 1)).recording()
     scenario = parse_profile(recorded_profile(recording), source="it")
+    assert [trial.priority for trial in scenario.trials] == [0, 2, 1]
     assert [trial.name for trial in scenario.trials] == ["0:job", "1:job", "2:job"]
     staggered = replace(recording, admission="staggered")
     assert (scenario.admission, recorded_profile(staggered)["admission"]) == ("eager", "staggered")

@@ -1,6 +1,7 @@
 """The step of a group may be compiled; what a compiler cannot do, or does wrongly, is not taken."""
 
 import logging
+import math
 import shutil
 from functools import partial
 
@@ -13,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.errors import ConfigError
+from hydra_tune.fusion.compile.torch_compile import difference
 from tests.support.gathered import gather
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -99,3 +101,20 @@ def test_inductor_compiles_them(caplog):
 def test_an_unknown_backend_is_refused():
     with pytest.raises(ConfigError, match=r"fusion_compile must be None or a backend of torch.compile \(.*not 'fast'"):
         HydraExecutor("cpu:1", fusion="on", fusion_compile="fast")
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "why"),
+    [
+        ([True, False], [True, False], ""),
+        ([True, False], [True, True], "its numbers are off by 1, of tensors of up to 1"),
+        ([math.nan, math.inf, 1.0], [math.nan, math.inf, 1.0], ""),
+        ([math.inf, 1.0], [math.inf, 2.0], "its numbers are off by 1, of tensors of up to 1"),
+        ([math.nan, 1.0], [0.0, 1.0], "its numbers are off by nan, of tensors of up to 1"),
+        ([math.inf, 1.0], [-math.inf, 1.0], "its numbers are off by inf, of tensors of up to 1"),
+        ([3, 4], [3, 5], "its numbers are off by 1, of tensors of up to 4"),
+        ([], [], ""),
+    ],
+)
+def test_numbers_agree_up_to_rounding_also_after_a_member_has_diverged(expected, found, why):
+    assert difference([torch.tensor(expected)], [torch.tensor(found)]) == why

@@ -197,3 +197,17 @@ def test_a_member_that_would_change_how_the_others_round_is_not_admitted(kind):
 
     Run([small(seed=s, optimizer=partial(kind, lr=1e-2 * (s + 1), weight_decay=0.1)) for s in range(2)], before=before)
     assert seen == [True, False]
+
+
+def test_a_member_that_clips_is_not_admitted_where_losses_are_scaled_and_nobody_clips():
+    seen = []
+
+    def before(run, unit):
+        if unit.kind == "evaluate" and not seen:
+            for norm in (None, 0.1):
+                member = MemberTrial(small(precision="float16", max_grad_norm=norm), run.library, run.device)
+                seen.append(run.trial.admits(member))
+                member.close(keep=False)
+
+    Run([small(seed=s, precision="float16") for s in range(2)], before=before)
+    assert seen == [True, False]

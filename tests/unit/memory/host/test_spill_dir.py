@@ -31,6 +31,8 @@ def test_a_missing_folder_a_file_and_a_symlink_are_refused_by_name(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file' is not a folder"):
         check_spill_dir(tmp_path / "file")
+    with pytest.raises(ConfigError, match="cannot be reached: File name too long; give another path"):
+        check_spill_dir(tmp_path / ("a" * 300))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"link' is a symlink; give its target, '.*elsewhere'"):

@@ -287,6 +287,7 @@ def test_what_there_is_no_room_for_is_counted(tmp_path, monkeypatch):
         (3, "must be the path of a file, such as 'run.jsonl', not 3"),
         (".", "is a folder; give a file in it, such as '.*run.jsonl'"),
         ("file/run.jsonl", "cannot be made: '.*file' is a file; give another path"),
+        ("a" * 300, "cannot be reached: File name too long; give another path"),
     ],
 )
 def test_places_that_cannot_be_are_refused(tmp_path, monkeypatch, path, message):

@@ -402,6 +402,10 @@ def test_a_step_of_the_engine():
             ),
             "is to be lost at 4 s, when it is not there; it is there again at 5 s",
         ),
+        (
+            lambda: play(trial(), outages=(Outage(device="d0", at_seconds=3), Outage(device="d0", at_seconds=4))),
+            "is to be lost at 4 s, when it is not there; it is lost for ever before",
+        ),
         (lambda: play(trial(size=11), devices=[SimulatedDevice(name="d0", memory_bytes=10)]), "raise its memory to"),
         (lambda: play(trial(), admission="stagered"), "not 'stagered'; did you mean 'staggered'?"),
         (lambda: play(trial(), policy="fio"), "did you mean 'fifo'"),

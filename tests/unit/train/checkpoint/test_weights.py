@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hydra_tune import HydraExecutor, load_module
+from hydra_tune.train.checkpoint.weights import weights_of, with_weights
 from tests.unit.pool.tasks import PATIENCE_SECONDS, task
 
 
@@ -27,6 +28,16 @@ class ChangesBuffers(nn.Linear):
 
 def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.LazyLinear(4))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_lazy_model_gets_the_tensors_that_another_process_has_trained():
+    described = task(model=lazy)
+    with HydraExecutor(devices="cpu:1") as pool:
+        trained = pool.run(described).module()
+    rebuilt = with_weights(described, *weights_of(trained))
+    assert [type(part) for part in rebuilt] == [nn.Linear, nn.BatchNorm1d, nn.Linear]
+    torch.testing.assert_close(rebuilt.state_dict(), trained.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
