@@ -17,6 +17,7 @@ would stay held in the copy.
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -204,8 +205,9 @@ class IsolatedPoolClient:
     def refuse_own_code(self, what: str) -> None:
         """Do nothing: trials run in another process."""
 
-    def save(self, job: Job) -> "Future[Path]":
+    def save(self, job: Job, until: float = math.inf) -> "Future[Path]":
         """Refuse: an isolated pool does not save on request."""
+        del until
         raise _refused(job, "checkpoint")
 
     # The thread.

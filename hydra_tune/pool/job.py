@@ -17,9 +17,11 @@ another pool does not stop captures.
 """
 
 import logging
+import math
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -139,8 +141,8 @@ class JobController(Protocol):
     def progress(self, job: "Job") -> JobProgress:
         """Progress of a job."""
 
-    def save(self, job: "Job") -> "Future[Path]":
-        """Save a job between two steps."""
+    def save(self, job: "Job", until: float = math.inf) -> "Future[Path]":
+        """Save a job between two steps; the call itself returns by `until`, in seconds of `time.monotonic`."""
 
     def refuse_own_code(self, what: str) -> None:
         """Refuse a call by a trial's own code, on a thread of the pool, that would wait for the pool."""
@@ -244,7 +246,9 @@ class Job:
             TimeoutError: the checkpoint is not on disk in time.
         """
         self._check_process()
-        return self._pool.save(self).result(timeout)
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        future = self._pool.save(self, until)
+        return future.result(None if timeout is None else max(0.0, until - time.monotonic()))
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the job's end.

@@ -22,6 +22,7 @@ because half a decision would leave the scheduler's state wrong.
 import contextlib
 import functools
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -133,7 +134,7 @@ class Pool:
         self._sends_ahead = sends_ahead
         self._numbers = itertools.count()
         self._architectures: dict[Hashable, int] = {}
-        self._fusions = FusionForecaster(self._library.budget.budget_bytes)
+        self._fusions = FusionForecaster(self._library.budget.budget_bytes, self.alone_on)
         self._forecasts: dict[Hashable, CachedForecast] = {}
         self._ended = False
         self.at_close: list[Callable[[], None]] = []
@@ -273,6 +274,15 @@ class Pool:
                 return False
             record.host_bytes += nbytes
             return True
+
+    def give_host(self, job: Job, nbytes: int) -> None:
+        """Take back host memory granted by `take_host`."""
+        with self._changed:
+            record = self._records.get(job.key)
+            if record is not None:
+                record.host_bytes -= nbytes
+                # The preparer may be waiting for host memory for the next job.
+                self._changed.notify_all()
 
     @contextlib.contextmanager
     def turn_of(self, job: Job) -> Iterator[bool]:
@@ -514,12 +524,12 @@ class Pool:
                 self._core.decide(PriorityChanged(job=job.key, priority=priority))
         self._core.release_all()
 
-    def save(self, job: Job) -> "Future[Path]":
-        """Save a job between two steps."""
+    def save(self, job: Job, until: float = math.inf) -> "Future[Path]":
+        """Save a job between two steps; the call itself returns by `until`, in seconds of `time.monotonic`."""
         if job.state not in OVER:
             self.refuse_own_code("checkpoint")
         future = self.ask_to_save(job)
-        self.answer(job, future)
+        self.answer(job, future, until=until)
         return future
 
     def ask_to_save(self, job: Job) -> "Future[Path]":
@@ -557,7 +567,12 @@ class Pool:
         return ask(record.keeper)
 
     def answer(
-        self, job: Job, waiting_for: "Future[Any] | None" = None, keeper: TrialCheckpointer | None = None
+        self,
+        job: Job,
+        waiting_for: "Future[Any] | None" = None,
+        keeper: TrialCheckpointer | None = None,
+        *,
+        until: float = math.inf,
     ) -> None:
         """Serve pending save requests now, if the job stands between two steps and is not on the way to the next step.
 
@@ -566,13 +581,14 @@ class Pool:
             waiting_for: the requested copy or checkpoint. While the job is on the way to the next step, which includes
                 reading data, the call waits until the request is done. None: return at once, and the caller asks again.
             keeper: keeper of a job saved elsewhere; None: the job's own keeper.
+            until: time of `time.monotonic` at which the wait ends.
 
         Raises:
             CheckpointError: the job is paused within a step, and would never reach the end of the step.
         """
         record = self._record_of(job)
         keeper = keeper or (None if record is None else record.keeper)
-        if record is None or keeper is None or not _has_turn(record, waiting_for):
+        if record is None or keeper is None or not _has_turn(record, waiting_for, until):
             return
         try:
             trial = record.trial
@@ -718,11 +734,13 @@ def paused_within_a_step(job: Job) -> CheckpointError:
     )
 
 
-def _has_turn(record: JobState, waiting_for: "Future[Any] | None") -> bool:
-    """Acquire the job's turn; wait only while `waiting_for` is pending."""
+def _has_turn(record: JobState, waiting_for: "Future[Any] | None", until: float) -> bool:
+    """Acquire the job's turn; wait only while `waiting_for` is pending, and until a time."""
     if waiting_for is None:
         return record.turn.acquire(blocking=False)
-    while not record.turn.acquire(timeout=_LOOK_SECONDS):
+    while not record.turn.acquire(timeout=max(0.0, min(_LOOK_SECONDS, until - time.monotonic()))):
+        if time.monotonic() >= until:
+            return False
         if waiting_for.done():  # the job is over, but its thread may hang in a loader and keep the turn for ever
             return False
     return True

@@ -310,3 +310,28 @@ def test_a_second_wait_within_the_draws_of_a_step_keeps_no_capture_out(tmp_path)
         finally:
             data.go_on(16)
         assert against_plain(slow, job.result(PATIENCE_SECONDS)) == []
+
+
+def test_a_checkpoint_is_waited_for_no_longer_than_asked_while_the_trial_reads_data(tmp_path):
+    reached, opened = threading.Event(), threading.Event()
+
+    def batches():
+        yield X, Y
+        reached.set()
+        opened.wait(10)
+        yield X, Y
+
+    described = TrainTask(
+        model=lambda: nn.Linear(64, 4),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        train=batches,
+        loss=functional.cross_entropy,
+    )
+    with running(num_shards=None, checkpoint_dir=tmp_path) as pool:
+        job = pool.submit(described, "slow")
+        assert reached.wait(PATIENCE_SECONDS)
+        with pytest.raises(TimeoutError):
+            job.checkpoint(timeout=0.2)
+        assert not opened.is_set()
+        opened.set()
+        assert job.result(PATIENCE_SECONDS).status == "completed"

@@ -5,10 +5,12 @@ state is a number, 1.0 at first; `reading` builds the task and the code that cha
 """
 
 import array
+import contextlib
 import ctypes
 import dataclasses
 import enum
 import functools
+import importlib
 import multiprocessing
 import operator
 import os
@@ -551,6 +553,101 @@ def the_environment() -> Reader:
         lambda: float(os.environ["WEIGHT_OF_A_PROGRAM"]),
         lambda value: os.environ.__setitem__("WEIGHT_OF_A_PROGRAM", str(value)),
     )
+
+
+@shared
+def the_environment_in_bytes() -> Reader:
+    os.environ["WEIGHT_OF_A_PROGRAM"] = "1.0"
+    return by_weight(
+        lambda: float(os.environb[b"WEIGHT_OF_A_PROGRAM"]),
+        lambda value: os.environ.__setitem__("WEIGHT_OF_A_PROGRAM", str(value)),
+    )
+
+
+@shared
+def a_module_that_is_looked_up() -> Reader:
+    _settings.weight = 1.0
+    return by_weight(
+        lambda: sys.modules["settings_of_a_program"].weight, lambda value: setattr(_settings, "weight", value)
+    )
+
+
+@shared
+def a_module_that_is_imported_by_name() -> Reader:
+    _settings.weight = 1.0
+    return by_weight(
+        lambda: importlib.import_module("settings_of_a_program").weight,
+        lambda value: setattr(_settings, "weight", value),
+    )
+
+
+# Of functions behind wrappers of the standard library
+
+
+@kind
+def a_function_by_the_class_of_its_argument() -> Reader:
+    settings = Settings()
+    weighed = functools.singledispatch(lambda loss: loss)
+    weighed.register(Tensor, lambda loss: loss * settings.weight)
+    return Reader(
+        arguments={"step": lambda module, batch: weighed(error(module, batch))},
+        put=lambda value: setattr(settings, "weight", value),
+    )
+
+
+@kind
+def a_method_by_the_class_of_its_argument() -> Reader:
+    settings = Settings()
+
+    class Weighed:
+        @functools.singledispatchmethod
+        def of(self, loss: Any) -> Any:
+            return loss
+
+        @of.register
+        def _(self, loss: Tensor) -> Tensor:
+            return loss * settings.weight
+
+    weighed = Weighed()
+    return Reader(
+        arguments={"step": lambda module, batch: weighed.of(error(module, batch))},
+        put=lambda value: setattr(settings, "weight", value),
+    )
+
+
+@kind
+def a_context_manager_as_a_decorator() -> Reader:
+    settings, used = Settings(), [1.0]
+
+    class Weighing(contextlib.ContextDecorator):
+        def __enter__(self) -> None:
+            used[0] = settings.weight
+
+        def __exit__(self, *_: object) -> None:
+            used[0] = 1.0
+
+    @Weighing()
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        return error(module, batch) * used[0]
+
+    return Reader(arguments={"step": step}, put=lambda value: setattr(settings, "weight", value))
+
+
+@kind
+def a_generator_as_a_decorator() -> Reader:
+    settings, used = Settings(), [1.0]
+
+    @contextlib.contextmanager
+    def weighing() -> Iterator[None]:
+        used[0] = settings.weight
+        yield
+        used[0] = 1.0
+
+    @weighing()
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        return error(module, batch) * used[0]
+
+    return Reader(arguments={"step": step}, put=lambda value: setattr(settings, "weight", value))
 
 
 # Of loss objects

@@ -49,6 +49,9 @@ NOT_FUSED = {
     "a_hook_of_the_model",
     "the_forward_of_a_part",
     "a_frozen_part",
+    "a_method_by_the_class_of_its_argument",  # each trial has a class of its own
+    "a_context_manager_as_a_decorator",
+    "a_generator_as_a_decorator",
 }
 UNSEEN = {
     ("a_threshold_of_evaluate", "batch"),  # undone before the evaluation

@@ -66,7 +66,8 @@ def trace(
         sys.exit(USAGE)
     except OSError as error:
         click.echo(
-            f"cannot write {error.filename}: {error.strerror}; give another place with --out or --plot", err=True
+            f"cannot write {error.filename or target}: {error.strerror}; give another place with --out or --plot",
+            err=True,
         )
         sys.exit(FAILED)
     if as_json:

@@ -134,7 +134,10 @@ class TaskProfileCache:
         Raises:
             UnfusableError: as `step`.
         """
-        return self._profiles.array(f"{size} trials", self.step(size), self._device)
+        step = self.step(size)
+        # Many threads may compute at once; a capture holds the gate alone, and changes how operators run.
+        with GATE.shared():
+            return self._profiles.array(f"{size} trials", step, self._device)
 
     def _traced(self, size: int) -> StepGraph:
         plan = self._plans.stacked(self._prepared, size).plan

@@ -164,13 +164,11 @@ class WorkerTurn:
 
     def settle(self) -> None:
         """Record the background copies that have ended."""
-        unfinished = []
-        for what, number, size, copy in self._under_way:
-            if copy.ended_ns:
-                self.sent.append(BlockCopySpan(what, number, size, copy.began_ns, copy.ended_ns))
-            else:
-                unfinished.append((what, number, size, copy))
-        self._under_way = unfinished
+        # One by one, because the worker may add a copy meanwhile.
+        for entry in [entry for entry in tuple(self._under_way) if entry[3].ended_ns]:
+            self._under_way.remove(entry)
+            what, number, size, copy = entry
+            self.sent.append(BlockCopySpan(what, number, size, copy.began_ns, copy.ended_ns))
 
     @contextmanager
     def unit(self, kind: str, shard: int) -> Iterator[None]:

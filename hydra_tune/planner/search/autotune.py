@@ -62,7 +62,7 @@ def _decided(schedule: SubArraySchedule) -> tuple[Hashable, ...]:
         (
             frozenset(one.swaps.items()),
             frozenset((name, recomputation.ops) for name, recomputation in one.recomputes.items()),
-            frozenset((name, *prompts.items()) for name, prompts in one.returns.items()),
+            frozenset((name, *prompts.items()) for name, prompts in one.returns.items() if prompts),
         )
         for one in schedule.decisions
     )

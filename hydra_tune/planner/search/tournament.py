@@ -87,9 +87,9 @@ class SpeedTournament(Generic[Key]):
         step_seconds: dict[Key, float] = {}
         for candidate in self._all:
             shares = [
-                turn[candidate] / mean
+                turn[candidate] / mean if mean else 1.0  # a clock of large steps may measure nothing
                 for turn, mean in zip(self._found, means, strict=True)
-                if candidate in turn and mean
+                if candidate in turn
             ]
             if shares:
                 step_seconds[candidate] = statistics.median(shares) * usual

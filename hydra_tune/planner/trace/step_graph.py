@@ -271,7 +271,7 @@ class _StepGraphBuilder:
         place = {node: position for position, node in enumerate(body)}
         (output,) = (node for node in self._joint.pure.graph.nodes if node.op == "output")
         losses, *gradients = output.args[0]
-        draws = self._draws_before(place)
+        draws = self._draws_before(place, place[losses])
         facts = self._facts()
         gradient_nodes = dict(zip(self._joint.trained, gradients, strict=True))
         norms = self._norms_after(place, place[losses], gradient_nodes)
@@ -290,16 +290,19 @@ class _StepGraphBuilder:
         losses_node: fx.Node = losses
         return losses_node
 
-    def _draws_before(self, place: dict[fx.Node, int]) -> dict[int, list[int]]:
-        """Position -> numbers of the draws emitted there: before the first use, and never after a later draw."""
+    def _draws_before(self, place: dict[fx.Node, int], end: int) -> dict[int, list[int]]:
+        """Position -> numbers of the draws emitted there: before the first use, and never after a later draw.
+
+        The last draws come at `end` if nothing uses them.
+        """
         numbers_by_position: dict[int, list[int]] = {}
         soonest = len(place)
         # Walk backwards, so that a draw used late still comes before all later draws: the generators have to move in
         # the order in which the step draws, or members get other numbers.
         for number in range(len(self._noise()) - 1, -1, -1):
             users = [place[user] for user in self._noise()[number].users if user in place]
-            # A draw without users comes with the draw after it: the generators must move all the same.
-            soonest = min([soonest, *users])
+            # A draw without users comes with the draw after the draw: the generators must move all the same.
+            soonest = min([soonest, *(users or [end])])
             numbers_by_position.setdefault(soonest, []).insert(0, number)
         return numbers_by_position
 

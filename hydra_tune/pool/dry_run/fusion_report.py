@@ -7,6 +7,7 @@ become the reasons of the forecast.
 
 import logging
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -83,14 +84,15 @@ class FusionForecaster:
 
     Args:
         budget_bytes: memory budget of each device in bytes.
+        alone_on: returns a context in which no unit runs on a device, unless the device is the host.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, alone_on: Callable[[Device], AbstractContextManager[object]]) -> None:
         self._budget_bytes = budget_bytes
         self._numbers: dict[Hashable, int] = {}
         self._timings: dict[Hashable, FusionStepTimes] = {}
         self._planned: dict[Hashable, PlannedSizeChoice] = {}
-        self._figures = StepProfileCache(budget_bytes)
+        self._figures = StepProfileCache(budget_bytes, alone_on)
 
     def of(
         self,

@@ -1,10 +1,14 @@
 """Profiles of steps, as planned on a device of the pool; each kind and number of trials is profiled once.
 
 `FusionForecaster` (`fusion_report.py`) profiles the step of a task once the task's plan is made, if `HydraExecutor.plan`
-(`executor.py`) is asked for a profile. The steps run for real, so the module must not touch a running job.
+(`executor.py`) is asked for a profile. The steps run for real, so the module must not touch a running job, and profiles a
+GPU only while no unit runs there.
+
+Note: lock order. A device is taken before the capture gate (`pool/devices/device_reservation.py`).
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -15,6 +19,7 @@ from hydra_tune.fusion.matching.fusion_key import fusion_key
 from hydra_tune.fusion.runtime.profiling_device import host_of
 from hydra_tune.fusion.runtime.step_planner import clock_of
 from hydra_tune.fusion.runtime.task_profiles import TaskProfileCache
+from hydra_tune.planner.ir.step_profile import SubArrayProfile
 from hydra_tune.planner.profile.profiler import SubArrayProfiler, over_link
 from hydra_tune.planner.search.figures import StepFigures, figures_of
 from hydra_tune.shard.capture.batch import BatchLeaves
@@ -27,9 +32,11 @@ class StepProfileCache:
 
     Args:
         budget_bytes: memory budget of each device in bytes.
+        alone_on: returns a context in which no unit runs on a device, unless the device is the host.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, alone_on: Callable[[Device], AbstractContextManager[object]]) -> None:
+        self._alone_on = alone_on
         self._budget_bytes = budget_bytes
         self._profiles = SubArrayProfiler(clock_of)
         self._known: dict[Hashable, StepFigures] = {}
@@ -66,6 +73,11 @@ class StepProfileCache:
             arrays = TaskProfileCache(task, built, prepared, leaves, library, self._profiles, place)
             is_duplex = place.type == "cuda"  # a CPU device copies both ways on a single thread
             bandwidth = host_of([device]).bandwidth
-            array = arrays.array if bandwidth is None else lambda size: over_link(arrays.array(size), bandwidth)
+
+            def array(size: int) -> SubArrayProfile:
+                with self._alone_on(device):
+                    profile = arrays.array(size)
+                return profile if bandwidth is None else over_link(profile, bandwidth)
+
             self._known[key] = figures_of(array, num_trials, self._budget_bytes, is_duplex=is_duplex)
         return self._known[key]

@@ -22,7 +22,7 @@ A capture waits for such a loader, and computations behind the capture wait too,
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,8 +72,8 @@ def check_loader_times(warning: object, timeout: object) -> LoaderWaitLimits:
 class MemberLoaderSource(Protocol):
     """Trials that belong to no record: present and future members of fused groups."""
 
-    def clock(self, record: JobState) -> DrawClock | None:
-        """Return the clock of the trial in preparation for a record that has no trial yet."""
+    def clocks(self) -> Mapping[str, DrawClock]:
+        """Return the clocks of the trials in preparation for records that have no trial yet, by the record's job."""
 
     def drawing(self) -> Iterable["DrawingMember"]:
         """Members whose own code runs outside their preparation."""
@@ -154,8 +154,9 @@ class LoaderWatchdog:
     def give_up_all(self) -> None:
         """Abandon the draws of the trials that a breakdown has ended; at the shutdown, after the end of the watch's thread."""
         core = self._core
+        clocks = self._clocks()
         for record in core.abandoned:
-            clock = self._clock(record)
+            clock = _clock(record, clocks)
             # Any other thread that draws is a device's only worker, which has begun to wait within the last second.
             may_hang = record.is_detached or core.scheduler.phases.get(record.job.key) is JobPhase.PREPARING
             if clock is None or not may_hang:
@@ -179,8 +180,10 @@ class LoaderWatchdog:
         with core.changed:
             records = list(core.records.values())
         waiting_keys = []
+        # Once for all records, of which there may be thousands.
+        clocks = self._clocks()
         for record in records:
-            clock = self._clock(record)
+            clock = _clock(record, clocks)
             if clock is not None and clock.seconds > self._look_seconds:
                 waiting_keys.append(record.job.key)
                 self._look_at(record, clock)
@@ -194,10 +197,8 @@ class LoaderWatchdog:
             for key in seconds_by_job.keys() - set(waiting_keys):
                 del seconds_by_job[key]
 
-    def _clock(self, record: JobState) -> DrawClock | None:
-        if record.trial is not None:
-            return record.trial.clock
-        return None if self.members is None else self.members.clock(record)
+    def _clocks(self) -> Mapping[str, DrawClock]:
+        return {} if self.members is None else self.members.clocks()
 
     def _look_at(self, record: JobState, clock: DrawClock) -> None:
         seconds, limit = clock.seconds, self._times.timeout_seconds
@@ -300,6 +301,10 @@ class LoaderWatchdog:
             f"({_described(handle)}), at {clock.where()}; {consequence}. If it hangs, cancel the trial, give the "
             "loader a timeout=, or let such trials fail sooner, by loader_timeout of the HydraExecutor"
         )
+
+
+def _clock(record: JobState, forming: Mapping[str, DrawClock]) -> DrawClock | None:
+    return forming.get(record.job.key) if record.trial is None else record.trial.clock
 
 
 def _described(handle: object) -> str:

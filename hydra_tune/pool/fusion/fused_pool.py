@@ -10,6 +10,7 @@ Note: two kinds of jobs. A driver's job never enters the scheduler; the job's ca
 member through marks in the member's `FusedJob` and `GroupSlot`, and the pool through the carrier.
 """
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -176,12 +177,12 @@ class FusedPool:
         """As of `Pool`."""
         self._pool.refuse_own_code(what)
 
-    def save(self, job: Job) -> "Future[Path]":
+    def save(self, job: Job, until: float = math.inf) -> "Future[Path]":
         """As of `Pool`."""
         if job.state not in OVER:
             self.refuse_own_code("checkpoint")
         future = self.ask_to_save(job)
-        self.answer(job, future)
+        self.answer(job, future, until=until)
         return future
 
     def ask_to_save(self, job: Job) -> "Future[Path]":
@@ -200,7 +201,7 @@ class FusedPool:
         """As of `Pool`."""
         return self._keeper_of(job).copy_at_end()
 
-    def answer(self, job: Job, waiting_for: "Future[Any] | None" = None) -> None:
+    def answer(self, job: Job, waiting_for: "Future[Any] | None" = None, *, until: float = math.inf) -> None:
         """As of `Pool`."""
         with self._pool.changed:
             entry = self._table.entries.get(job.key)
@@ -211,7 +212,7 @@ class FusedPool:
         if group is not None:
             group.wake()
         elif carrier is not None and entry.seat is None:
-            self._pool.answer(carrier, waiting_for, entry.keeper)
+            self._pool.answer(carrier, waiting_for, entry.keeper, until=until)
         # The job has left its group, so no other thread runs its trial.
         elif member is not None and member.may_be_saved:
             entry.keeper.answer(member)

@@ -10,7 +10,7 @@ of a group draws on the thread that advances the group: the watch logs the loade
 that hangs in a system call blocks its whole group.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from typing_extensions import override
@@ -19,7 +19,6 @@ from hydra_tune.pool.faults.loader_watchdog import DrawingMember, MemberLoaderSo
 from hydra_tune.pool.fusion.fused_job import FusedJob
 from hydra_tune.pool.fusion.job_table import FusedJobTable
 from hydra_tune.pool.job import Job, Result
-from hydra_tune.pool.runtime.job_state import JobState
 from hydra_tune.train.data.loader_clock import DrawClock
 
 
@@ -43,12 +42,13 @@ class MemberLoaders(MemberLoaderSource):
         self._looking = looking
 
     @override
-    def clock(self, record: JobState) -> DrawClock | None:
+    def clocks(self) -> Mapping[str, DrawClock]:
         with self._table.pool.changed:
-            for entry in self._table.entries.values():
-                if entry.carrier is record.job and entry.is_forming and entry.trial is not None:
-                    return entry.trial.clock
-        return None
+            return {
+                entry.carrier.key: entry.trial.clock
+                for entry in self._table.entries.values()
+                if entry.carrier is not None and entry.is_forming and entry.trial is not None
+            }
 
     @override
     def drawing(self) -> Iterable[DrawingMember]:

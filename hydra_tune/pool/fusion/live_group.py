@@ -112,6 +112,9 @@ class LiveGroup:
         self._unplanned = unplanned
         self._ready: set[int] = set()
         self._asked: set[int] = set()
+        self._granted_size = (
+            0  # the largest number of slots that host memory has been granted for, beside the present ones
+        )
 
     @property
     def smaller_size(self) -> int:
@@ -249,15 +252,18 @@ class LiveGroup:
     def _prepare(self, size: int) -> None:
         # The stacked state grows by one member's share for each further slot.
         present_size, state = len(self.trial.seats), self.trial.state
-        further_bytes = 0 if state is None else math.ceil(state.nbytes * (size - present_size) / present_size)
+        further_slots = max(0, size - max(present_size, self._granted_size))
+        further_bytes = 0 if state is None else math.ceil(state.nbytes * further_slots / present_size)
         if further_bytes > 0 and not self._pool.take_host(self.carrier, further_bytes):
             self.stays(present_size, "the host has no memory for a larger group")
             return
         try:
             self.trial.make_ready(size)
         except (BudgetError, UnfusableError) as error:
+            self._pool.give_host(self.carrier, further_bytes)
             self.stays(present_size, f"no plan of a larger group fits a device: {error}")
             return
+        self._granted_size = max(size, self._granted_size)
         self._ready.add(size)
         self.wake()
 

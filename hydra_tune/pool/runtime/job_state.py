@@ -276,9 +276,10 @@ class JobState:
 
     def _passes(self, report: PendingReport, *, is_free: bool) -> bool:
         """Log a report; return whether it needs no answer, or was answered before a restart."""
+        passes = is_free or not self.told_of.takes(report)
         if self._log is not None:
-            self._log.job(self.key, "report", step=report.step, metrics=report.metrics, waits=not is_free)
-        return is_free or not self.told_of.takes(report)
+            self._log.job(self.key, "report", step=report.step, metrics=report.metrics, waits=not passes)
+        return passes
 
     def leave(self, device: str) -> None:
         """Forget the job's places on a device that has gone; the scheduler has forgotten the places too."""

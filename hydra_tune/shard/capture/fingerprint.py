@@ -35,6 +35,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from hydra_tune.shard.python_state.code_names import (
     IS_IMMUTABLE_TYPE,
+    OF_THE_ENVIRONMENT,
     global_names,
     is_installed,
     is_package_code,
@@ -290,7 +291,7 @@ def _python_module(module: types.ModuleType, code: types.CodeType, seen: dict[in
     `os` counts with the environment where the code reads the environment.
     """
     names = mentioned_names(code)
-    if module is os and not names.isdisjoint({"environ", "getenv"}):
+    if module is os and not names.isdisjoint(OF_THE_ENVIRONMENT):
         return ("module", "os", frozenset(os.environ.items()))
     if is_installed(module.__name__):
         return ("module", module.__name__)

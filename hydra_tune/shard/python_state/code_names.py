@@ -23,6 +23,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+OF_THE_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
+"""Names of `os` that read or set variables of the environment."""
+_WHOLE_SPACES = frozenset({"globals", "eval", "exec"})
+_VARIABLES_OF_FRAMES = frozenset({"f_globals", "f_locals", "__globals__"})
 _WHOLE_NAMESPACES = frozenset({"vars", "__dict__", "attrgetter", "asdict", "astuple"})
 # Also where a package lies in a working folder, as with PYTHONPATH.
 _ALWAYS = frozenset(
@@ -204,6 +208,30 @@ def imported_names(code: CodeType) -> frozenset[str]:
     """Modules that code imports as it runs."""
     names = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
     return frozenset(names).union(*map(imported_names, _nested(code)))
+
+
+@functools.lru_cache(maxsize=4096)
+def looks_up_modules(code: CodeType) -> bool:
+    """Whether code finds modules by names: `sys.modules[...]`, `import_module(...)`, `__import__(...)`."""
+    if not {"import_module", "__import__"}.isdisjoint(code.co_names):
+        return True
+    steps = dis.get_instructions(code)
+    is_direct = any(step.argval == "sys" and after.argval == "modules" for step, after in pairwise(steps))
+    return is_direct or any(map(looks_up_modules, _nested(code)))
+
+
+@functools.lru_cache(maxsize=4096)
+def whole_spaces(code: CodeType) -> frozenset[str]:
+    """Names by which code may read any variable: `globals()`, `eval(...)`, `frame.f_globals`."""
+    names = _WHOLE_SPACES.intersection(global_names(code))
+    return names.union(_VARIABLES_OF_FRAMES.intersection(loaded_names(code)))
+
+
+@functools.lru_cache(maxsize=4096)
+def texts(code: CodeType) -> frozenset[str]:
+    """All strings in code, also in its tuples and sets."""
+    parts = (part for constant in code.co_consts for part in _flat(constant) if isinstance(part, str))
+    return frozenset(parts).union(*map(texts, _nested(code)))
 
 
 @functools.lru_cache(maxsize=4096)

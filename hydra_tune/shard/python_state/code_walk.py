@@ -10,6 +10,7 @@ trials, and a walk must not call the functions that the walk follows, or change 
 
 import abc
 import builtins
+import contextlib
 import functools
 import itertools
 import os
@@ -23,15 +24,19 @@ from torch import Tensor, nn
 
 from hydra_tune.errors import CaptureError
 from hydra_tune.shard.python_state.code_names import (
+    OF_THE_ENVIRONMENT,
     global_names,
     imported_names,
     is_installed,
     is_package_code,
     loaded_names,
+    looks_up_modules,
     makes_up_names,
     mentioned_names,
     stands_in_its_module,
     stored_names,
+    texts,
+    whole_spaces,
 )
 from hydra_tune.shard.python_state.value_holder import (
     MISSING,
@@ -197,10 +202,11 @@ class CodeWalk(abc.ABC):
         # The methods that frozen dataclasses are given ask for the class of the object itself.
         is_of_dataclass = code.co_name in ("__setattr__", "__delattr__")
         self.asks_types = self.asks_types or ("type" in global_names(code) and not is_of_dataclass)
-        if "globals" in code.co_names and not self._is_lenient:
-            raise CaptureError(f"{label} calls globals(), whose values cannot be followed")
         cells = function.__closure__ or ()
         space = function.__globals__
+        unknown = whole_spaces(code)
+        if unknown and not self._is_lenient:
+            raise CaptureError(f"{label} uses {min(unknown)}, and so may read values that cannot be followed")
         names = [name for name in global_names(code) if not hasattr(builtins, name) or name in space]
         holder = self._hold(
             [
@@ -225,6 +231,8 @@ class CodeWalk(abc.ABC):
             self.visit(value, name, depth, library)
         for name in imported_names(code):
             self.visit(sys.modules.get(name), name, depth, library)
+        if looks_up_modules(code):
+            self._looked_up(code, space, label, depth, library)
         defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
         self.visit(defaults, f"the defaults of {label}", depth, library)
         self.visit(vars(function), label, depth, library)
@@ -235,11 +243,23 @@ class CodeWalk(abc.ABC):
         if is_installed(function.__module__) and stands_in_its_module(function):
             return
         inner = vars(function).get("__wrapped__")
-        if inner is not None:
-            # A wrapper, as of `torch.no_grad()` or `torch.compile`, around a function that counts by itself.
-            self.visit(inner, label, depth, library)
-        else:
+        if inner is None:
             self._given_values(function, label, depth, library + 1)
+            return
+        # A wrapper, as of `torch.no_grad()` or `torch.compile`, around a function that counts by itself.
+        self.visit(inner, label, depth, library)
+        registry = vars(function).get("registry")
+        if isinstance(registry, types.MappingProxyType):  # of `singledispatch`; a function may be registered later
+            self._hold([f"the functions of {label}"], lambda: [len(registry)])
+            for registered in registry.values():
+                self.visit(registered, label, depth, library)
+        # The wrapper may call further code of the user's, such as a context manager.
+        for name, content in zip(
+            function.__code__.co_freevars, map(content_of, function.__closure__ or ()), strict=True
+        ):
+            is_torch = function.__globals__.get("__name__", "").startswith("torch.")
+            for given in () if content is inner else _given_to_wrapper(content, is_torch=is_torch):
+                self.visit(given, f"the variable {name!r} of {label}", depth, library)
 
     def _given_values(self, function: types.FunctionType, label: str, depth: int, library: int) -> None:
         """Hold and follow the variables around a package's function, and its defaults.
@@ -260,10 +280,21 @@ class CodeWalk(abc.ABC):
         for name, value in zip(holder.labels, (*holder.noted[: len(cells)], defaults), strict=True):
             self.visit(value, name, depth, library)
 
+    def _looked_up(self, code: types.CodeType, space: dict[str, Any], label: str, depth: int, library: int) -> None:
+        """Follow the modules that code looks up by names, as `sys.modules["settings"]` does."""
+        names = {*texts(code), *([space.get("__name__", "")] if "__name__" in global_names(code) else [])}
+        modules = {name: sys.modules[name] for name in sorted(names) if name in sys.modules}
+        if not modules and not self._is_lenient:
+            raise CaptureError(
+                f"{label} looks up a module whose name is not in the code, and so may read values that cannot be followed"
+            )
+        for name, module in modules.items():
+            self.visit(module, name, depth, library)
+
     def _python_module(self, module: types.ModuleType, label: str, depth: int, library: int) -> None:
         """A module named by code: the user's own settings, or the environment."""
         del label, library
-        if module is os and not self.names.isdisjoint({"environ", "getenv"}):
+        if module is os and not self.names.isdisjoint(OF_THE_ENVIRONMENT):
             self._environment()
         if not is_installed(module.__name__):
             content = vars(module)
@@ -326,15 +357,44 @@ class CodeWalk(abc.ABC):
                 self.visit(item, f"{label}.{name}", depth, library)
 
 
+def _given_to_wrapper(content: Any, *, is_torch: bool) -> tuple[Any, ...]:
+    """The user's values in a variable of a package's wrapper; the package's own objects change at each call.
+
+    Args:
+        content: of the variable.
+        is_torch: whether torch made the wrapper, whose containers hold torch's own values.
+    """
+    if isinstance(content, contextlib._GeneratorContextManager):  # noqa: SLF001 - its other attributes change at each call
+        return content.func, content.args, content.kwds
+    if isinstance(content, types.FunctionType):
+        return () if is_package_code(content) else (content,)
+    if isinstance(content, types.MethodType):
+        return _given_to_wrapper(content.__func__, is_torch=is_torch) + _given_to_wrapper(
+            content.__self__, is_torch=is_torch
+        )
+    if isinstance(content, list | tuple | dict | set | functools.partial):
+        return () if is_torch else (content,)
+    return () if is_installed(type(content).__module__) else (content,)
+
+
 def _is_code(member: object) -> bool:
     return isinstance(
-        member, types.FunctionType | staticmethod | classmethod | property | functools.cached_property | type
+        member,
+        types.FunctionType
+        | staticmethod
+        | classmethod
+        | property
+        | functools.cached_property
+        | functools.singledispatchmethod
+        | type,
     )
 
 
 def _parts_of_code(member: Any) -> Iterable[Any]:
     if isinstance(member, property):
         return member.fget, member.fset
+    if isinstance(member, functools.singledispatchmethod):
+        return (member.dispatcher,)
     if isinstance(member, functools.cached_property):
         return (member.func,)
     return (getattr(member, "__func__", member),)

@@ -45,6 +45,7 @@ _FUNCTIONS: tuple[tuple[Any, str, bool], ...] = (
     (os, "open", True),
     (os, "stat", False),
     (os, "lstat", False),
+    (os, "access", False),
     (os, "listdir", False),
     (os, "scandir", False),
 )

@@ -183,7 +183,7 @@ class ReachableValues(CodeWalk):
                 return
             raise CaptureError(f"its Python holds more values than can be followed, from {label} on")
         self.seen[id(value)] = value
-        if value is os.environ or value is os.getenv:
+        if any(value is each for each in (os.environ, os.environb, os.getenv, os.getenvb)):
             self._environment()
             return
         if (follow_code := _BY_CODE.get(type(value))) is not None:

@@ -54,6 +54,12 @@ def test_the_json_says_what_the_tables_say(log, tmp_path):
     assert not (tmp_path / "run.trace.json").exists()
 
 
+def test_a_full_disk_is_named(log):
+    result = call(log, "--out", "/dev/full")
+    assert result.exit_code == 1
+    assert result.stderr == "cannot write /dev/full: No space left on device; give another place with --out or --plot\n"
+
+
 def test_a_log_that_was_cut_is_shown_with_a_word(log):
     log.write_bytes(log.read_bytes()[:-10])
     result = call(log)

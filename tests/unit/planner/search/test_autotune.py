@@ -51,6 +51,13 @@ def test_members_that_do_the_same_are_measured_once():
     assert len({key_of(one) for one in found}) == len(found) < len([one for one in portfolio.members if one.fits])
 
 
+def test_a_tensor_that_returns_at_no_time_makes_no_other_plan():
+    member = Planner(array=array, limit_bytes=LIMIT).portfolio(4).best
+    key = key_of(member)
+    member.parts[0].schedule.decisions[0].returns["left over"] = {}
+    assert key_of(member) == key
+
+
 def test_one_without_swaps_is_always_among_those_measured():
     found = contenders(Planner(array=array, limit_bytes=LIMIT).portfolio(4), 1)
     assert any(not swaps(member) for member in found)

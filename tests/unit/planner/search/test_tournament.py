@@ -60,3 +60,9 @@ def test_before_anything_was_measured_the_first_is_best():
 def test_without_candidates_there_is_none():
     with pytest.raises(ValueError, match="none"):
         SpeedTournament([])
+
+
+def test_steps_that_the_clock_cannot_measure_decide_nothing():
+    race, order = raced({"a": 0.0, "b": 0.0}, warm_ups=0, turns=4)
+    assert order == ["a", "b"] * 4
+    assert race.best == "a"

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from hydra_tune.devices.own_generator import drawing_from
@@ -65,6 +66,27 @@ def test_numbers_are_drawn_in_order_before_their_uses():
     drawn = [node.args[0] for node in step.graph.nodes if node.target is draw]
     assert drawn == list(range(9))
     assert [node for node in step.ops[step.num_forward :] if node.target is draw] == []
+
+
+class _UnusedMask(nn.Module):
+    """Draws a mask for an output that the loss leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = x * torch.empty_like(x).bernoulli_(0.8)
+        out = self.head(x)
+        out * torch.empty_like(out).bernoulli_(0.5)
+        return out
+
+
+def test_numbers_that_nothing_uses_are_drawn_too(monkeypatch):
+    example = _UnusedMask, lambda: (torch.randn(6, 8), torch.randint(4, (6,)))
+    monkeypatch.setitem(EXAMPLES, "unused mask", example)
+    step = sub_array("unused mask", laid_out=False).step
+    assert [node.args[0] for node in step.ops[: step.num_forward] if node.target is draw] == [0, 1]
 
 
 def test_every_parameter_is_updated_once_and_nothing_reads_it_afterwards():

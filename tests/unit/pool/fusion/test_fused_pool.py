@@ -1,5 +1,6 @@
 """Jobs that are computed together are to their driver what they are alone: reports, answers, ends and results."""
 
+import logging
 import re
 import threading
 from functools import partial
@@ -15,13 +16,14 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.errors import ConfigError, HydraTuneError
+from hydra_tune.errors import ConfigError, HydraTuneError, UnfusableError
 from hydra_tune.fusion.group.group_trial import GroupTrial
 from hydra_tune.fusion.matching import group_size_chooser, group_size_policy
 from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.observe.event_log.run_figures import run_figures
 from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher
 from hydra_tune.pool.job import OVER, Failed, Finished, Reported
+from hydra_tune.pool.runtime.job_state import granted_bytes
 from hydra_tune.pool.runtime.option_checks import check_compiler_acts
 from hydra_tune.shard.partition import trial_step
 from tests.support.together import together
@@ -496,6 +498,36 @@ def test_a_trial_for_which_there_is_no_place_has_one_made(sizes):
     assert sizes == [2]
     for result, described in zip(results, tasks, strict=True):
         assert_as_plain(result, described)
+
+
+def test_a_group_that_cannot_grow_gives_host_memory_back(sizes, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "hydra_tune.pool.fusion.live_group")
+    granted = []
+
+    def refuse(trial, size):
+        granted.append(granted_bytes(pool._pool._core.records.values()))
+        raise UnfusableError(f"none of {size}")
+
+    monkeypatch.setattr(GroupTrial, "make_ready", refuse)
+    tasks = [task(seed, epochs=4) for seed in range(2)] + [task(2)]
+    with running(fusion="on", fusion_size=4, max_concurrent=1) as pool:
+        events = pool.events()
+        with together():
+            jobs = [pool.submit(one, None, events) for one in tasks[:2]]
+        for _ in jobs:
+            assert isinstance(events.get(PATIENCE_SECONDS), Reported)
+        before = granted_bytes(pool._pool._core.records.values())
+        jobs.append(pool.submit(tasks[2], None, events))
+        until(lambda: "takes no more members: no plan of a larger group fits a device: none of" in caplog.text)
+        assert granted[0] > before
+        assert granted_bytes(pool._pool._core.records.values()) <= before
+        for job in jobs[:2]:
+            job.proceed()
+        while any(job.state not in OVER for job in jobs):
+            event = events.get(0.1)
+            if isinstance(event, Reported):
+                event.job.proceed()
+    assert sizes == [2, 1]
 
 
 def test_one_that_comes_late_and_cannot_begin_fails_alone(sizes):

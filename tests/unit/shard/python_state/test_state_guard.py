@@ -423,6 +423,34 @@ def test_an_object_of_an_extension_module_is_refused_by_name():
         assert guard_of(reading(value)).change() is None
 
 
+_WEIGHT, _NAME = 2.0, "settings"
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (lambda: globals()["_WEIGHT"], "uses globals, and so may read values that cannot be followed"),
+        (lambda: next(eval("_WEIGHT") for _ in range(1)), "uses eval"),
+        (lambda: exec("_WEIGHT"), "uses exec"),
+        (lambda: sys._getframe().f_globals["_WEIGHT"], "uses f_globals"),
+        (lambda: reading.__globals__["_WEIGHT"], "uses __globals__"),
+        (
+            lambda: importlib.import_module(_NAME).w,
+            "looks up a module whose name is not in the code",
+        ),
+        (lambda: sys.modules[_NAME].w, "looks up a module whose name is not in the code"),
+    ],
+)
+def test_a_step_that_may_read_any_variable_is_refused_by_name(weight, message):
+    with pytest.raises(CaptureError, match=message):
+        guard_of(lambda module, batch: module(batch).sum() * weight())
+
+
+def test_switching_a_module_to_evaluation_reads_no_variables():
+    module = net()
+    assert guard_of(lambda model, batch: model.eval()(batch).sum(), module).change() is None
+
+
 def test_the_random_streams_of_the_process_do_not_count():
     guard = guard_of(lambda module, batch: module(batch).sum() * (random.gauss(0, 1) + np.random.random() + draw()))  # noqa: NPY002
     random.random(), np.random.random()  # noqa: NPY002
