@@ -36,11 +36,11 @@ def check_admission(admission: object, known: Sequence[str] = ADMISSIONS) -> Non
     if admission not in known:
         *others, last = map(repr, known)
         expected = f"{', '.join(others)} or {last}"
-        raise ConfigError(f"admission must be {expected}, not {admission!r}{_did_you_mean(admission)}")
+        raise ConfigError(f"admission must be {expected}, not {admission!r}{_did_you_mean(admission, known)}")
 
 
-def _did_you_mean(admission: object) -> str:
-    close = difflib.get_close_matches(admission.lower(), ADMISSIONS, n=1) if isinstance(admission, str) else []
+def _did_you_mean(admission: object, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(admission.lower(), known, n=1) if isinstance(admission, str) else []
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

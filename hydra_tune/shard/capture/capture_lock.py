@@ -166,6 +166,8 @@ class CaptureGate:
         self._condition.notify_all()
 
     def _leave(self) -> None:
+        if not self._here.is_inside:  # Ctrl-C has ended the wait of `left` to enter again
+            return
         self._here.is_inside = False
         with self._condition:
             thread = threading.get_ident()

@@ -39,10 +39,11 @@ from hydra_tune.shard.python_state.code_names import (
     global_names,
     is_installed,
     is_package_code,
+    makes_up_names,
     mentioned_names,
     stands_in_its_module,
 )
-from hydra_tune.shard.python_state.value_holder import bytes_of
+from hydra_tune.shard.python_state.value_holder import PLAIN, bytes_of
 from hydra_tune.task import TrainTask
 
 _COMPILED = "_torchdynamo_orig_callable"
@@ -99,7 +100,10 @@ def _switch(value: object) -> str:
     if isinstance(value, Tensor):
         return "tensor"
     # A rate: only a rate of 0 changes the memory, as an SGD without momentum has no state.
-    return str(bool(value))
+    try:
+        return str(bool(value))
+    except Exception:  # noqa: BLE001 - such as an array, which has no truth; its class is in the key
+        return ""
 
 
 def _module(module: nn.Module, seen: dict[int, int], depth: int, *, contents: bool) -> Hashable:
@@ -296,6 +300,8 @@ def _python_module(module: types.ModuleType, code: types.CodeType, seen: dict[in
     if is_installed(module.__name__):
         return ("module", module.__name__)
     content = vars(module)
+    if makes_up_names(code):
+        names |= {name for name, value in content.items() if isinstance(value, PLAIN) and name[:2] != "__"}
     named = tuple((name, _value(content[name], seen, depth)) for name in sorted(names) if name in content)
     return ("module", module.__name__, named)
 
@@ -364,6 +370,11 @@ def _constant_module(value: nn.Module, seen: dict[int, int], depth: int) -> Hash
     return _module(value, seen, depth, contents=True)
 
 
+def _range(value: range, seen: dict[int, int], depth: int) -> Hashable:
+    del seen, depth
+    return (range, value.start, value.stop, value.step)
+
+
 def _library(value: types.ModuleType, seen: dict[int, int], depth: int) -> Hashable:
     del seen, depth
     return ("module", value.__name__)
@@ -374,7 +385,8 @@ _BY_TYPE: tuple[tuple[Any, Callable[[Any, dict[int, int], int], Hashable]], ...]
     ((types.ModuleType,), _library),
     ((Tensor,), _tensor),
     ((nn.Module,), _constant_module),
-    ((tuple, list, range, collections.deque), _sequence),
+    ((range,), _range),
+    ((tuple, list, collections.deque), _sequence),
     ((set, frozenset), _set),
     ((weakref.ref,), _reference),
     ((Mapping,), _mapping),

@@ -277,15 +277,35 @@ def _number_inputs(
         tracer.is_open = False
 
 
+class _TensorText(str):
+    """The text of a traced tensor, which has no values: code may print the text, and must not read anything from the text."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise CaptureError(
+            "the step reads the text of a tensor, str(tensor) or repr(tensor), which a graph cannot follow"
+        )
+
+    __contains__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+    __getitem__ = __iter__ = __len__ = find = index = count = startswith = endswith = _refuse
+    split = rsplit = strip = lstrip = rstrip = partition = rpartition = splitlines = _refuse
+    replace = removeprefix = removesuffix = lower = upper = encode = translate = _refuse
+
+
 class _HookRefusalMode(TorchFunctionMode):
-    """Refuses hooks on activations: a graph has no hooks, and a check on a single batch may not notice the difference."""
+    """Refuses hooks on activations: a graph has no hooks, and a check on a single batch may not notice the difference.
+
+    Texts of tensors become a `_TensorText`.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.register_hook:
             raise CaptureError("the step registers a gradient hook on an activation, which a graph would not run")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        return _TensorText(result) if func is Tensor.__repr__ else result
 
 
 def _read(program: Any, twin: nn.Module, mode: str, precision: Precision) -> CapturedStepGraph:

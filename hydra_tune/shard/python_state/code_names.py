@@ -32,9 +32,9 @@ _WHOLE_NAMESPACES = frozenset({"vars", "__dict__", "attrgetter", "asdict", "astu
 _ALWAYS = frozenset(
     {"torch", "numpy", "transformers", "lightning", "torchmetrics"}
     | {"hydra_tune", "hydra_tune_lightning", "hydra_tune_optuna", "hydra_tune_ray", "hydra_tune_transformers"}
-    | set(sys.stdlib_module_names)
 )
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
+_STANDARD = frozenset(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 
 
 def is_installed(module: str | None) -> bool:
@@ -68,6 +68,9 @@ def _is_top_installed(top: str) -> bool:
         return True
     module = sys.modules.get(top)
     file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    # A module of the user's may have the name of a module of the standard library, such as `profile`.
+    if top in sys.stdlib_module_names and (file is None or not _STANDARD.isdisjoint(Path(file).parents)):
+        return True
     # Also folders of another environment that a `.pth` file or PYTHONPATH adds, which Python does not list.
     return file is not None and (
         any(folder in Path(file).parents for folder in _folders()) or not _INSTALLED.isdisjoint(Path(file).parts)

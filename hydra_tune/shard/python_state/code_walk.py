@@ -10,6 +10,7 @@ trials, and a walk must not call the functions that the walk follows, or change 
 
 import abc
 import builtins
+import collections
 import contextlib
 import functools
 import itertools
@@ -40,6 +41,7 @@ from hydra_tune.shard.python_state.code_names import (
 )
 from hydra_tune.shard.python_state.value_holder import (
     MISSING,
+    PLAIN,
     ValueHolder,
     Values,
     content_of,
@@ -54,6 +56,10 @@ _NOT_FOLLOWED = frozenset({"types", "argparse", "builtins", "logging", "threadin
 """Packages whose objects count by the attributes that the walked code names; of others' objects, all attributes count."""
 _WITHOUT_ATTRIBUTES = frozenset({"builtins", "abc", "typing", "collections", "contextlib", "enum"})
 """Packages whose classes read no attributes of their own from objects of derived classes."""
+_WITH_CONTENTS = (collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap)
+"""Classes of these packages that keep contents in attributes."""
+_OF_SETTINGS = frozenset({"omegaconf", "ml_collections", "yacs", "addict", "box", "easydict", "munch"})
+"""Packages of nested settings, which the walk follows to any depth."""
 INTERNALS = frozenset(vars(nn.Module()))
 """Attributes of each module of torch's: its parameters, buffers, submodules and hooks."""
 
@@ -298,7 +304,12 @@ class CodeWalk(abc.ABC):
             self._environment()
         if not is_installed(module.__name__):
             content = vars(module)
-            self._named(content, sorted(name for name in self.names if name in content), module.__name__, depth, 0)
+            # Where code makes names up, only of values without parts, which are cheap to compare.
+            made_up = [
+                name for name in content if self._takes_all and isinstance(content[name], PLAIN) and name[:2] != "__"
+            ]
+            names = {*made_up, *(name for name in self.names if name in content)}
+            self._named(content, sorted(names), module.__name__, depth, 0)
 
     def _environment(self) -> None:
         if not self.has_environment:
@@ -323,14 +334,22 @@ class CodeWalk(abc.ABC):
         for part in (partial.func, partial.args, partial.keywords):
             self.visit(part, label, depth, library)
 
+    def _named_attributes(self, value: Any, label: str, depth: int, library: int) -> None:
+        """Hold and follow the attributes that the walked code names, of an object that counts by its contents otherwise."""
+        kind, attributes = type(value), getattr(value, "__dict__", None)
+        if not is_installed(kind.__module__):
+            self._class(kind, kind.__name__, depth, library)
+        if isinstance(attributes, dict):
+            self._named(attributes, self._known(attributes, kind), label, depth, library)
+
     def _attributes(self, value: Any, label: str, depth: int, library: int) -> None:
         """Hold and follow the attributes of an object."""
         kind = type(value)
         if not is_installed(kind.__module__):
             self._class(kind, kind.__name__, depth, library)
             library = 0
-        elif kind.__module__.partition(".")[0] not in _NOT_FOLLOWED:
-            library += 1
+        elif (package := kind.__module__.partition(".")[0]) not in _NOT_FOLLOWED:
+            library = max(library, 1) if package in _OF_SETTINGS else library + 1
         # The code of an installed base reads attributes that no walked code names.
         takes_all = library > 0 or any(_reads_attributes(base) for base in kind.__mro__)
         attributes = getattr(value, "__dict__", None)
@@ -345,7 +364,9 @@ class CodeWalk(abc.ABC):
             )
             for name, item in zip(names, holder.noted, strict=False):
                 self.visit(item, f"{label}.{name}", depth, library)
-        slots = [name for base in kind.__mro__ for name in _slots(base) if takes_all or name in self.names]
+        slots = [
+            name for base in kind.__mro__ for name in _slots(base) if takes_all or self._takes_all or name in self.names
+        ]
         if slots:
             holder = self._hold(
                 [f"{label}.{name}" for name in slots],
@@ -412,4 +433,4 @@ def _slots(base: type) -> tuple[str, ...]:
 def _reads_attributes(base: type) -> bool:
     """Whether a class of an installed package may read attributes of its objects."""
     top = base.__module__.partition(".")[0]
-    return is_installed(top) and top not in _NOT_FOLLOWED and top not in _WITHOUT_ATTRIBUTES
+    return is_installed(top) and top not in _NOT_FOLLOWED and (top not in _WITHOUT_ATTRIBUTES or base in _WITH_CONTENTS)

@@ -33,6 +33,7 @@ import types
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard.python_state.cached_results import NotedCache, results_of
 from hydra_tune.shard.python_state.code_names import is_extension, is_installed
 from hydra_tune.shard.python_state.code_walk import ALL_MISSING, INTERNALS, CodeWalk
+from hydra_tune.shard.python_state.opened_files import NOTED
 from hydra_tune.shard.python_state.tensor_contents import (
     MAX_DATA_BYTES,
     facts_of,
@@ -176,7 +178,7 @@ class ReachableValues(CodeWalk):
             self.self_references.append(label)
         if type(value) in EXACT or id(value) in self.seen or id(value) in self._own:
             return
-        if library > _MAX_LIBRARY_DEPTH or (library and len(self.holders) > _MAX_HOLDERS):
+        if library and len(self.holders) > _MAX_HOLDERS:
             return
         if depth > _MAX_DEPTH or len(self.holders) > _MAX_HOLDERS:
             if self._is_lenient:
@@ -186,7 +188,11 @@ class ReachableValues(CodeWalk):
         if any(value is each for each in (os.environ, os.environb, os.getenv, os.getenvb)):
             self._environment()
             return
-        if (follow_code := _BY_CODE.get(type(value))) is not None:
+        if library > _MAX_LIBRARY_DEPTH:
+            # So far down, only what the user's code names.
+            with suppress(Exception):
+                self._named_attributes(value, label, depth + 1, library)
+        elif (follow_code := _BY_CODE.get(type(value))) is not None:
             follow_code(self, value, label, depth + 1, library)
         else:
             self._look_at(value, label, depth, library)
@@ -196,6 +202,8 @@ class ReachableValues(CodeWalk):
         try:
             follow = next((follow for kinds, follow in _BY_TYPE if isinstance(value, kinds)), ReachableValues._object)
             follow(self, value, label, depth + 1, library)
+            if follow in _BY_CONTENTS:
+                self._named_attributes(value, label, depth + 1, library)
         except (CaptureError, TaskError):
             raise
         except Exception as error:
@@ -348,6 +356,8 @@ class ReachableValues(CodeWalk):
                 self.visit(value, f"{label}[{name}]"[:200], depth, library)
                 if not is_installed(type(key).__module__):  # an object of the user's, whose attributes may change
                     self.visit(key, f"the key {name} of {label}"[:200], depth, library)
+        if isinstance(mapping, collections.defaultdict):
+            self.visit(mapping.default_factory, f"the default of {label}", depth, library)
         self._attributes(mapping, label, depth, library)
 
     def _sequence(self, sequence: Any, label: str, depth: int, library: int) -> None:
@@ -426,6 +436,11 @@ class ReachableValues(CodeWalk):
 
     def _builtin(self, function: Any, label: str, depth: int, library: int) -> None:
         """A function written in C, which may be a method of an object."""
+        name = NOTED.get(function)
+        if name is not None and not library and not self._is_lenient:
+            raise CaptureError(
+                f"{label} is {name}, whose files are noted only where the code calls {name}(...) by this name"
+            )
         self.visit(getattr(function, "__self__", None), label, depth, library)
 
     def _plain(self, value: Any, label: str, depth: int, library: int) -> None:
@@ -442,6 +457,7 @@ class ReachableValues(CodeWalk):
         numpy, kind = sys.modules.get("numpy"), type(value)
         if numpy is not None and isinstance(value, numpy.ndarray):
             self._array(value, label)
+            self._named_attributes(value, label, depth, library)
         elif numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
             if value is numpy.random.mtrand._rand:  # noqa: SLF001 - numpy's stream of the process; its functions may be replaced
                 return
@@ -551,6 +567,22 @@ _BY_TYPE: tuple[tuple[Any, Callable[..., None]], ...] = (
     (io.IOBase, ReachableValues._file),  # noqa: SLF001
     (Iterator, ReachableValues._iterator),  # noqa: SLF001
 )
+
+
+_BY_CONTENTS = frozenset(
+    {
+        ReachableValues._partial,  # noqa: SLF001
+        ReachableValues._loader,  # noqa: SLF001
+        ReachableValues._set,  # noqa: SLF001
+        ReachableValues._random,  # noqa: SLF001
+        ReachableValues._generator,  # noqa: SLF001
+        ReachableValues._wrapped,  # noqa: SLF001
+        ReachableValues._nothing,  # noqa: SLF001
+        ReachableValues._synchronized,  # noqa: SLF001
+        ReachableValues._file,  # noqa: SLF001
+    }
+)
+"""Ways to follow an object that leave its attributes out."""
 
 
 def _name_of_key(key: Any, place: int) -> str:

@@ -129,6 +129,30 @@ def test_a_capture_that_fails_names_the_line_of_the_model():
     assert "test_step_capture.py:" in message
 
 
+class _ReadsText(nn.Linear):
+    def __init__(self, read):
+        super().__init__(8, 8)
+        self.read = read
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y * (2 if self.read(y) else 1)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda y: "nan" in str(y), lambda y: repr(y) == "0", lambda y: {str(y): 1}],
+)
+def test_a_step_that_reads_the_text_of_a_tensor_is_refused(read):
+    with pytest.raises(CaptureError, match="the step reads the text of a tensor"):
+        capture_of(_ReadsText(read))
+
+
+def test_a_step_may_print_a_tensor(capsys):
+    capture_of(_ReadsText(lambda y: print(y, f"it is {y}") or True))  # noqa: T201
+    assert "it is " in capsys.readouterr().out
+
+
 def test_errors_of_the_step_itself_come_as_they_are():
     with pytest.raises(TaskError, match="reduce it"):
         capture_of(nn.Linear(8, 8), loss=lambda output, target: output)

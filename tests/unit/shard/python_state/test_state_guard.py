@@ -22,6 +22,7 @@ import types
 import weakref
 from datetime import UTC, datetime
 from os import getenv
+from os import listdir as list_files
 from random import random as draw
 from typing import Any
 
@@ -437,6 +438,10 @@ _WEIGHT, _NAME = 2.0, "settings"
         (
             lambda: importlib.import_module(_NAME).w,
             "looks up a module whose name is not in the code",
+        ),
+        (
+            lambda: len(list_files(".")),  # noqa: PTH208
+            r"'list_files' is os.listdir, whose files are noted only where the code calls os.listdir",
         ),
         (lambda: sys.modules[_NAME].w, "looks up a module whose name is not in the code"),
     ],
