@@ -705,6 +705,24 @@ def test_equals_the_plain_loop(name, cut):
     assert against_plain(CASES[name], train(CASES[name], num_shards=cut, devices="cpu:2")) == []
 
 
+class Averaging(nn.Module):
+    """A loss that follows its values, and gives its buffer other memory each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, outputs, labels):
+        loss = functional.cross_entropy(outputs, labels)
+        self.average.data = 0.9 * self.average.data + 0.1 * loss.detach()
+        return loss * (1 + self.average)
+
+
+def test_a_loss_that_gives_its_buffer_other_memory_keeps_its_values_after_the_try():
+    result = train(task(loss=Averaging()))
+    assert against_plain(task(loss=Averaging()), result) == []
+
+
 def test_state_of_changing_shape_takes_the_room_of_its_present_shape_alone(monkeypatch):
     """Each third step keeps one gradient again."""
     held, adopt = [], ModelState.adopt_optimizer_state
