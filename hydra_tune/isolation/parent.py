@@ -53,9 +53,9 @@ _LOOKS, _LOOK_SECONDS = 10, 0.02
 _PATIENCE_SECONDS = 5.0
 
 THERE_IS = (
-    "with isolate=True the pool is in another process, and offers only run, submit, events, suspend and shutdown, and of a job "
-    "only name, state, result, proceed, prune and cancel; for anything else, such as studies of Optuna, make the HydraExecutor "
-    "without isolate"
+    "with isolate=True the pool is in another process, and offers only run, submit, loop, events, has_checkpoint, suspend and "
+    "shutdown, and of a job only name, state, result, proceed, prune and cancel; for anything else, such as studies of Optuna, "
+    "make the HydraExecutor without isolate"
 )
 
 

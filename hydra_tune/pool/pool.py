@@ -652,14 +652,15 @@ class Pool:
         self, tasks: Mapping[str, TrainTask], *, max_concurrent: int, bandwidth: float | None, steps: int | None
     ) -> dict[str, Any]:
         """Profile tasks without running jobs; see `planned_profile`."""
-        return planned_profile(
-            tasks,
-            self._library,
-            list(self._devices.values()),
-            max_concurrent=max_concurrent,
-            bandwidth=bandwidth,
-            steps=steps,
-        )
+        with PythonStateUndo.of_tasks(*tasks.values()).undone(keeps_results=True):
+            return planned_profile(
+                tasks,
+                self._library,
+                list(self._devices.values()),
+                max_concurrent=max_concurrent,
+                bandwidth=bandwidth,
+                steps=steps,
+            )
 
     def plan(self, tasks: Mapping[str, TrainTask], *, group_size: int, probe: bool, profiled: int = 0) -> PoolForecast:
         """Forecast a joint run of tasks without running jobs; see `forecast`."""

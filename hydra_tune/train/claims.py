@@ -10,11 +10,13 @@ Note: a new claim may wait up to a minute for a trial that is ending. The wait l
 
 import threading
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.capture_lock import GATE
@@ -22,6 +24,8 @@ from hydra_tune.shard.capture.capture_lock import GATE
 _LOCK = threading.Lock()
 # Weak: a claim that is never given up ends with its trial.
 _UNDER_WAY: "weakref.WeakSet[TrialClaim]" = weakref.WeakSet()
+# Trained parameters whose last values are gone with the memory of a trial without a result.
+_LOST: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _PATIENCE_SECONDS = 60.0  # for the end of another trial, which takes about a second for each GiB
 _REMEDY = "let model= build its own each time, e.g. with copy.deepcopy(...) or tensor.clone()"
 
@@ -40,7 +44,7 @@ class TrialClaim:
 
     Raises:
         TaskError: another trial under way trains the same module, one of its parameters, or a tensor underlying a
-            parameter.
+            parameter; or a trial that ended without a result has trained a parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -70,6 +74,12 @@ class TrialClaim:
         }
         # Check and entry under one lock: of two trials built at once, one must see the other.
         with _LOCK:
+            lost_name = next((name for name, parameter in module.named_parameters() if parameter in _LOST), None)
+            if lost_name is not None:
+                raise TaskError(
+                    f"parameter {lost_name!r} of the module that model= returned has lost its values with an earlier trial, "
+                    f"which was pruned, has failed, or was run for a plan; {_REMEDY}"
+                )
             for other in _UNDER_WAY:
                 try:
                     self._check(other)
@@ -121,6 +131,12 @@ class TrialClaim:
             _UNDER_WAY.discard(self)
             self.module, self.optimizer, self.storages = None, None, {}
         self._over.set()
+
+
+def note_lost(parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse further trials of trained parameters whose last values are given up."""
+    with _LOCK:
+        _LOST.update(dict.fromkeys(parameters, True))
 
 
 def _has_memory(parameter: nn.Parameter) -> bool:

@@ -19,6 +19,7 @@ import optuna
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from hydra_tune.cli.display.next_step import masked
 from hydra_tune.cli.inspect.study_record import StudyRecord
 from hydra_tune.cli.sweep_file.spec import SweepSpec
 from hydra_tune.errors import ConfigError, message_line
@@ -114,7 +115,7 @@ def _reading(storage: str) -> Iterator[None]:
         _check_tables(storage)
         yield
     except Exception as error:
-        raise ConfigError(f"the storage {storage!r} cannot be read: {message_line(error)}") from error
+        raise ConfigError(masked(f"the storage {storage!r} cannot be read: {message_line(error)}")) from error
     finally:
         optuna.logging.set_verbosity(verbosity)
 

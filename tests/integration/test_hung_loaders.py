@@ -279,20 +279,25 @@ class Breaks:
         return candidates[0]
 
 
-@pytest.mark.parametrize("at_first", [True, False], ids=["the first batch", "a later batch"])
-def test_a_pool_that_has_broken_down_leaves_a_hanging_loader_behind(gate, at_first, how):
+@pytest.mark.parametrize("when", ["the first batch", "a later batch", "a later batch, just before"])
+def test_a_pool_that_has_broken_down_leaves_a_hanging_loader_behind(gate, when, how, monkeypatch):
+    """Also one that hangs on the worker of a device, as it has not waited long."""
+    at_first, leaves = when == "the first batch", when != "a later batch, just before"
+    if not leaves:
+        monkeypatch.setattr(loader_watchdog, "_PATIENCE_SECONDS", 1000.0)
+
     def first_batch():
         gate.hang()
         yield from one_batch()
 
     policy = Breaks()
-    with running(**how, devices="cpu:1", max_concurrent=2, policy=policy, loader_timeout=None) as pool:
+    with running(**how, devices="cpu:2", max_concurrent=2, policy=policy, loader_timeout=None) as pool:
         stream = pool.events()
         other = pool.submit(task(), events=stream)
         assert isinstance(stream.get(PATIENCE_SECONDS), Reported)
         hung = pool.submit(task(train=first_batch if at_first else batches(gate, 1), epochs=3))
         assert gate.reached.wait(PATIENCE_SECONDS)
-        until(lambda: hung.state == "preparing" or pool._pool._records[hung.key].is_detached)
+        until(lambda: hung.state == "preparing" or pool._pool._records[hung.key].is_detached is leaves)
         policy.is_armed = True
         with pytest.raises(ZeroDivisionError):
             other.proceed()

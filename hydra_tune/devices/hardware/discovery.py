@@ -61,11 +61,7 @@ def open_devices(
     if cpu:
         return _open_cpu(int(cpu[1] or 1), budget, parse_bandwidth(link_bandwidth))
     if cuda:
-        if link_bandwidth is not None:
-            raise ConfigError(
-                f"link_bandwidth is for CPU devices only, but devices is {devices!r}; remove link_bandwidth, or use cpu:N"
-            )
-        return _open_cuda(cuda[1], budget)
+        return _open_cuda(cuda[1], budget, link_bandwidth)
     raise ConfigError(f"devices must be 'auto', 'cuda', 'cuda:0,1' or 'cpu:2', not {devices!r}")
 
 
@@ -81,7 +77,7 @@ def open_device(
         cpu_budget: budget of a CPU device in bytes, where `device_memory` is None.
 
     Raises:
-        ConfigError: there is no such device, or the device has less memory.
+        ConfigError: there is no such device, the device has less memory, or a bandwidth for a GPU.
     """
     cpu, cuda = _CPU_NAME.fullmatch(name), _CUDA_NAME.fullmatch(name)
     budget = None if device_memory is None else parse_bytes(device_memory, what="device_memory")
@@ -89,7 +85,7 @@ def open_device(
         (device,) = _open_cpu(1, budget or cpu_budget, parse_bandwidth(link_bandwidth), first=int(cpu[1]))
         return device
     if cuda:
-        return _open_cuda(cuda[1], budget)[0]
+        return _open_cuda(cuda[1], budget, link_bandwidth)[0]
     raise ConfigError(f"a device's name is like 'cuda:1' or 'cpu:3', not {name!r}")
 
 
@@ -170,7 +166,13 @@ def _open_cpu(count: int, budget: int | None, link_bandwidth: int | None, first:
     return [CpuDevice(index, share, link_bandwidth) for index in range(first, first + count)]
 
 
-def _open_cuda(wanted: str | None, budget: int | None) -> list[Device]:
+def _open_cuda(wanted: str | None, budget: int | None, link_bandwidth: str | int | None) -> list[Device]:
+    if link_bandwidth is not None:
+        name = "cuda" if wanted is None else f"cuda:{wanted}"
+        raise ConfigError(
+            f"link_bandwidth={link_bandwidth!r} is for CPU devices only, and {name!r} names GPUs; remove link_bandwidth, or "
+            "use cpu:N"
+        )
     num_visible = torch.cuda.device_count()
     if num_visible == 0:
         raise ConfigError("devices='cuda' but no GPU is visible to torch; use devices='cpu:N', or install a CUDA build")

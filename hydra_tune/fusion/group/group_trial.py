@@ -12,8 +12,8 @@ memory: `PlannedStepCache` (`fusion/runtime/planned_unit.py`) does.
 Note: threads. A single thread at a time advances a group, and members' code, joins, leaves and changes of size run only
 there, between two steps. Other threads may set `goes_back`, call `make_ready`, and ask `is_due`, `admits` or `knows`.
 
-Note: order. Recorded and planned steps are bound to the stacked state. Recorded steps are dropped before the state is
-replaced or released. Planned steps are dropped before a new state is made, and at the end of the group.
+Note: order. Recorded and planned steps are bound to the stacked state, and are dropped before the state is replaced or
+released.
 """
 
 import logging
@@ -210,11 +210,9 @@ class GroupTrial(Trial):
                     self._places.hand_out(seat)
         except RuntimeError:  # a lost device, or no memory for the copies
             is_whole = False
-        # Recordings hold device memory and refer to the state's addresses, so they go before the state does.
-        self.captures.close()
+        # Recorded steps hold device memory, planned steps host memory, and both refer to the state's tensors.
+        self._drop_steps()
         super().close(keep=False)
-        if self._planned is not None:
-            self._planned.clear()
         self._places.state = None
         for seat in live:
             seat.member.fetch, seat.is_handed_back = None, is_whole
@@ -348,9 +346,7 @@ class GroupTrial(Trial):
             raise GroupBatchError(f"{what} has had {_MAX_STATES} values, and a group's step is captured for each")
         self._kinds.forget()
         self._places.stacked.clear()
-        self.captures.close()
-        if self._planned is not None:
-            self._planned.clear()
+        self._drop_steps()
 
     def _next_of_step(self, going: Sequence[GroupSlot]) -> tuple[Sequence[GroupSlot], BatchPart, Collection[int]]:
         """Prepare the next batch of an accumulated step; as of `GroupExecutor.accumulated`."""
@@ -380,16 +376,19 @@ class GroupTrial(Trial):
         if size == len(self.seats) or not self._desk.make_ready(size):
             return
         # Recorded steps and planned steps are made for the old size and hold its addresses.
-        self.captures.close()
+        self._drop_steps()
         self._places.resize(size)
-        if self._planned is not None:
-            self._planned.clear()
         self._sizes.changed()
         if self.state is not None:
             assert self._kinds.first is not None
             # `SlotTable.resize` has copied the old state to the members;
             # the new stack is built from the members' own modules.
             self._make_group_state(self._group_plans.stacked(self._kinds.first, size), self.state)
+
+    def _drop_steps(self) -> None:
+        self.captures.close()
+        if self._planned is not None:
+            self._planned.clear()
 
     def make_ready(self, size: int) -> None:
         """Make the plans for another number of slots, for every kind of batch seen so far; any thread may call.

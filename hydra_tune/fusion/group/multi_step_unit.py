@@ -209,8 +209,8 @@ class GroupRound:
                 goes_on = True
                 while goes_on and len(self._made) < len(self._batches):
                     goes_on = self._compute(self._batches, device)
-                    # The first step creates optimizer state on the host; a new lease must load the state's blocks.
-                    goes_on = goes_on and time.perf_counter() < until and len(self._blocks()) == len(blocks)
+                    # A step that creates optimizer state leaves the state on the host; a new lease must load its blocks.
+                    goes_on = goes_on and time.perf_counter() < until and self._blocks() == blocks
                 results, self._made = self._made, []
                 self._settle(results)
                 self._batches = self._go_on() if goes_on else None
@@ -286,7 +286,8 @@ class GroupRound:
                 rules.gradients.leave_out_overflowed(rules.state.optimizer)
             with rules.state.around_step(device):
                 rules.state.update(rules.shard.trained, gradients, rules.gradients)
-            rules.state.adopt_optimizer_state(names, device)
+            assert self._lease is not None
+            rules.state.adopt_optimizer_state(names, device, self._lease)
             rules.state.end_step()
             rules.gradients.next_step()
         return losses

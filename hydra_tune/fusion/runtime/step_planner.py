@@ -144,7 +144,6 @@ class StepPlanner:
         self.budget_bytes = budget_bytes
         self._alignment = alignment
         self._stands = stands
-        self._lock = threading.Lock()
         self._making = threading.Lock()  # a single plan at a time, because concurrent profiles would disturb each other
         self._graphs: WeakKeyDictionary[PreparedPlan, dict[Hashable, StepGraph]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[PreparedPlan, dict[Hashable, PlannedStep | Exception]] = WeakKeyDictionary()

@@ -119,7 +119,7 @@ class WorkerTurn:
         facts: of all blocks met by any turn, by number; shared by all turns.
         actions: the actions, in order.
         units: the units run.
-        sent: finished background copies that the turn began, in either direction, as of the last `settle`.
+        sent: finished background copies that the turn began, in either direction; empty before `so_far`.
     """
 
     job: str
@@ -128,7 +128,7 @@ class WorkerTurn:
     actions: list[TurnAction] = field(default_factory=list)
     units: list[UnitSpan] = field(default_factory=list)
     sent: list[BlockCopySpan] = field(default_factory=list)
-    _under_way: list[tuple[str, int, int, RecordableCopy]] = field(default_factory=list, repr=False, compare=False)
+    _followed: list[tuple[str, int, int, RecordableCopy]] = field(default_factory=list, repr=False, compare=False)
 
     def note(self, what: str, blocks: Iterable[RecordableBlock] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:
         """Note an action finished now.
@@ -159,16 +159,17 @@ class WorkerTurn:
         ]
 
     def follow(self, what: str, block: RecordableBlock, copy: RecordableCopy) -> None:
-        """Follow a background copy until its end."""
-        self._under_way.append((what, block.number, block.size, copy))
+        """Note a background copy, whose times are read by `so_far`."""
+        self._followed.append((what, block.number, block.size, copy))
 
-    def settle(self) -> None:
-        """Record the background copies that have ended."""
-        # One by one, because the worker may add a copy meanwhile.
-        for entry in [entry for entry in tuple(self._under_way) if entry[3].ended_ns]:
-            self._under_way.remove(entry)
-            what, number, size, copy = entry
-            self.sent.append(BlockCopySpan(what, number, size, copy.began_ns, copy.ended_ns))
+    def so_far(self) -> "WorkerTurn":
+        """Return a copy, with the background copies that have ended; any thread may call."""
+        sent = [
+            BlockCopySpan(what, number, size, copy.began_ns, copy.ended_ns)
+            for what, number, size, copy in list(self._followed)
+            if copy.ended_ns
+        ]
+        return WorkerTurn(self.job, self.device, self.facts, list(self.actions), list(self.units), sent)
 
     @contextmanager
     def unit(self, kind: str, shard: int) -> Iterator[None]:

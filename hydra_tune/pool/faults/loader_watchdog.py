@@ -22,6 +22,7 @@ A capture waits for such a loader, and computations behind the capture wait too,
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -156,15 +157,21 @@ class LoaderWatchdog:
         core = self._core
         clocks = self._clocks()
         for record in core.abandoned:
-            clock = _clock(record, clocks)
-            # Any other thread that draws is a device's only worker, which has begun to wait within the last second.
-            may_hang = record.is_detached or core.scheduler.phases.get(record.job.key) is JobPhase.PREPARING
-            if clock is None or not may_hang:
+            clock, trial = _clock(record, clocks), record.trial
+            if clock is None:
                 continue
             with core.changed:  # decides the race with a thread that comes back
+                if trial is not None and core.scheduler.phases.get(record.job.key) is not JobPhase.PREPARING:
+                    # The draw may have begun on a device's worker too late for `_detach`.
+                    with clock.under_way():
+                        if clock.seconds:
+                            trial.leave_device()
+                            record.is_detached, record.detached_ns = True, time.perf_counter_ns()
                 is_abandoned = clock.abandon()
                 record.is_abandoned |= is_abandoned
             if is_abandoned:
+                if trial is not None:
+                    trial.end_lease()
                 self._left_behind(record.job, clock)
 
     def is_left_behind(self, thread: threading.Thread) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -39,6 +39,7 @@ from hydra_tune.shard.python_state.opened_files import FileHolder, noting_files
 from hydra_tune.shard.python_state.state_guard import PythonStateGuard
 from hydra_tune.task import Precision, TrainTask
 
+_Module = TypeVar("_Module", bound=nn.Module)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
@@ -95,7 +96,7 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from (named for named in model.named_buffers() if not is_lazy(named[1]))
 
 
-def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def copied_model(model: _Module, memo: dict[int, Any] | None = None) -> _Module:
     """Copy a model with the Python attributes of its parameters, which `copy.deepcopy` leaves out.
 
     An attribute that cannot be copied stays away, and code that reads the attribute fails by its name.

@@ -235,7 +235,7 @@ class TrainingBatch(BatchUnits):
             gradients.clear()
             keys = [parameter_gradient_key(name) for name in names]
             self._leased(lease, partial(self._store.drop_all, keys))
-            state.adopt_optimizer_state(names, device)
+            state.adopt_optimizer_state(names, device, lease)
         return waited_seconds
 
     def _update_on_host(self, update: ShardUpdate, device: Device, pager: Pager) -> float:

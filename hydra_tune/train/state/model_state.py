@@ -309,11 +309,12 @@ class ModelState(TensorGroups):
         tensors = {name: self.tensors[name] for name in names}
         return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor.requires_grad}
 
-    def adopt_optimizer_state(self, names: tuple[str, ...], device: Device) -> None:
+    def adopt_optimizer_state(self, names: tuple[str, ...], device: Device, lease: Lease) -> None:
         """Move state tensors that the optimizer has just created into a group on the host, on the device's copy thread.
 
         Where a new tensor stands in the place of an adopted tensor of the same shape and dtype, the adopted tensor takes
-        the new values and its place again.
+        the new values and its place again. A group with a tensor whose place was taken by another shape or dtype leaves
+        the lease; the group's other tensors join the new group.
         """
         fresh: dict[tuple[str, str], Tensor] = {}
         replaced: dict[tuple[str, str], Tensor] = {}
@@ -339,7 +340,19 @@ class ModelState(TensorGroups):
         self._check_apart(dict.fromkeys(name for name, _ in fresh))
         # The new tensors are copied on another thread, so the kernels that fill them must have ended.
         device.synchronize()
+        outdated = {id(self._adopted.pop(place)) for place in fresh if place in self._adopted}
+        stale_groups = [
+            group
+            for group in self.optimizer_groups(names)
+            if outdated and not outdated.isdisjoint(map(id, group.tensors))
+        ]
+        moving = {id(tensor) for group in stale_groups for tensor in group.tensors}
+        fresh |= {place: tensor for place, tensor in self._adopted.items() if id(tensor) in moving}
         self._group_optimizer_state(names, fresh, device)
+        for members, groups in self._optimizer_groups.items():
+            self._optimizer_groups[members] = [group for group in groups if group not in stale_groups]
+        for group in stale_groups:
+            lease.exchange(group, None)
 
     def _copy_into_place(self, replaced: dict[tuple[str, str], Tensor], fresh: dict[tuple[str, str], Tensor]) -> None:
         """Copy new state, by parameter name and key, into the tensors that are in groups already."""

@@ -35,6 +35,7 @@ from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.plan_request import TrialStateLayout
+from hydra_tune.train.claims import note_lost
 from hydra_tune.train.state.host_optimizer import HostUpdateQueue
 from hydra_tune.train.state.shared_state import SharedTensors
 
@@ -233,6 +234,8 @@ class TensorGroups:
         self._host_updates.wait_quietly()
         self.shared.leave()
         for block in self._blocks():
+            if block.kind is BlockKind.PARAMETERS and not block.is_loose:
+                note_lost(p for p in block.tensors if isinstance(p, nn.Parameter) and p.requires_grad)
             drop(block)
 
     def watch(self, moved: Callable[[int, str | None], None]) -> None:
