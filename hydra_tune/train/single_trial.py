@@ -59,7 +59,7 @@ class _StoppedEarly(Exception):  # noqa: N818 - no error: the way out of the loo
 class SingleTrial(OwnCodeTrial):
     """A trial with a training loop of its own."""
 
-    _latest: tuple[CachedPlan, Any] | None = None  # the plan and the batch of the latest captured step
+    _latest: tuple[CachedPlan, Any] | None = None  # the plan and the data of the latest batch or piece
     _comparisons: StepComparisons | None = None
 
     def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[CachedPlan, batches.BatchLeaves]:
@@ -387,7 +387,7 @@ class SingleTrial(OwnCodeTrial):
         self._check_stop()
 
     def _check_captured_step(self) -> None:
-        """Compare the latest step's plan with the eager step, as often as takes a hundredth of the trial's time.
+        """Compare the latest captured plan with the eager step, within a hundredth of the trial's time.
 
         Raises:
             CaptureError: the plan gives other numbers than the eager step.

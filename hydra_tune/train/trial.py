@@ -2,19 +2,19 @@
 
 A trial is built from its task, restored from a checkpoint, saved between two steps, and closed at its end. Its training
 is a generator that yields wherever a unit is due. The pool runs the unit on a device of its choice and then resumes the
-generator. A trial knows nothing of other trials or of the schedule.
+generator. The module must not know the schedule.
 
 `JobPreparer` (`pool/runtime/preparer.py`) makes a trial. `JobState` (`pool/runtime/job_state.py`) advances the trial to its
 first unit and, on a worker's thread, after each unit, and closes the trial. `SingleTrial` (`single_trial.py`), `LoopTrial`
 (`own_loop/loop_trial.py`), `GroupTrial` (`fusion/group/group_trial.py`) and `PairTrial` (`fusion/runtime/pair_trial.py`)
 derive from `Trial`.
 
-Note: threads. Any thread may call `advance`, `snapshot` and `close`, but never two threads at once. Beside
-the figures, only `leave_device`, `end_lease`, and `close` after a loader's timeout may be called while another thread is in
-the trial's program.
+Note: threads. Any thread may call `advance`, `snapshot` and `close`, but never two threads at once. While another thread is
+in the trial's program, a thread may read the figures and call `leave_device`, `end_lease`, and `close` after a loader's
+timeout.
 
-Note: the user's code runs inside `_own_code` alone, so that its draws come from the trial's streams, and no capture runs
-meanwhile. `close` gives the claim on the module up last, once the state is home.
+Note: outside of units, bursts and captures, the user's code runs inside `_own_code`, so that its draws come from the
+trial's streams, and no capture runs meanwhile. `close` gives the claim on the module up once the state is home.
 """
 
 import threading

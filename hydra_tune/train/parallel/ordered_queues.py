@@ -4,15 +4,13 @@
 for due units at the start of the step, and whenever a unit of the step has run. The hooks of the subclasses run under the
 step's lock (`parallel_step.py`). The module must not choose devices: the scheduler does.
 
-A queue is near the device of its last unit. No unit waits for the near device while another device could take the unit:
-when a unit is due, nothing else of its queue runs, and the near device is either idle and takes the unit, or works for
-another job for an unknown time. Then any free device takes the unit, the unit's blocks follow, and the queue is near
-the new device.
+A queue is near the device of its last unit. When a unit is due, nothing else of its queue runs, and the near device is
+either idle and takes the unit, or has other work for an unknown time. Then another free device takes the unit, the unit's
+blocks follow, and the queue is near the new device.
 
 Note: exactness. Units of a shard that leave something to the next batch run in the order of the batches, never two at
 once. A parameter's sum of gradients is an example: the backward unit of a batch adds to the sum left by the batch
-before. The order depends only on the due units, never on the free devices: units may run on any device at any time, and
-give the same bits.
+before. So units may run on any device at any time, and give the same bits.
 
 Note: order within a queue. Where all shards of a queue fit its device, the oldest batch goes first, so a batch goes
 backward as early as possible and few batches are under way. Where the shards do not fit, a queue stays with its present

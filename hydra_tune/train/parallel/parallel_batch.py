@@ -64,7 +64,7 @@ class PredrawnBatch(TrainingBatch):
         Raises:
             HydraTuneError: the positions differ.
         """
-        # Later batches have already drawn from positions beyond `end`, so a mismatch cannot be repaired.
+        # Later batches may have drawn from positions beyond `end`, so a mismatch cannot be repaired.
         if self._end is not None and not torch.equal(self._streams.position(self._device), self._end):
             raise HydraTuneError(
                 "a batch drew another number of random numbers than the batches before it, so batches drawn ahead would "

@@ -166,7 +166,7 @@ class DataParallelStep(ParallelStep):
         return [*own_units, *self._first()]
 
     def _program(self, rank: int) -> Generator[PendingUnit | None, None, None]:
-        """Yield a batch's units in order; yield None once the batch has to wait for the sums of earlier batches."""
+        """Yield a batch's own units, then None once, then the units that add to the sums of earlier batches."""
         lane = self._lanes[rank]
         yield from lane.units(is_last=False)
         lane.check_draws()
@@ -176,10 +176,7 @@ class DataParallelStep(ParallelStep):
         lane.clear()
 
     def _go_on(self, rank: int, device: str | None) -> list[ParallelUnit]:
-        """Advance a batch to its next unit, near the last device, or to the wait for earlier sums.
-
-        A finished batch also releases the next batch, if the next batch waits for the sums.
-        """
+        """Advance a batch to its next unit or to the wait for earlier sums; a finished batch releases the next."""
         while rank < self._end:
             try:
                 pending = next(self._programs[rank], _DONE)

@@ -95,7 +95,7 @@ class _StreamSwitchLock:
 
     Attributes:
         base: stream of threads without a stream of their own: the process's.
-        installed: stream that the hidden `RandomState` draws from; None: an exchange was interrupted.
+        installed: stream that the hidden `RandomState` draws from; None: the next draw exchanges streams.
     """
 
     __exit__ = _LOCK.__exit__

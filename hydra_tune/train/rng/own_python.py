@@ -163,7 +163,7 @@ def install() -> dict[Any, Any]:
 def replace_everywhere(replaced: Mapping[Any, Any]) -> None:
     """Replace objects by others wherever the note above says that replacement is possible.
 
-    The search covers the whole heap and takes 30 ms beside an imported torch: replace all objects in one call.
+    The search covers the whole heap, so replace all objects in one call.
 
     Args:
         replaced: object -> replacement.

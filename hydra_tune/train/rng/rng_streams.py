@@ -2,8 +2,8 @@
 
 Torch's operators on CPU, the functions of `random` and the functions of `numpy.random` look up the stream of the
 calling thread (`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code draws from the trial's
-streams without a turn, and no other thread draws from or seeds the streams meanwhile. Functions of `numpy.random` alone
-take a lock that all threads share, for the length of a call. Threads started by the code draw from the process's
+streams without a turn. Functions of `numpy.random` alone take a lock that all threads share, for the length of a call.
+Threads started by the code draw from the process's
 streams, and so do functions of `random` held where `own_python.py` cannot replace functions. Each GPU has a default
 generator of its own: a unit that draws there takes the generator's turn and sets the trial's position. Unless the unit is
 a recompute, the unit reads the position again at its end.
@@ -48,7 +48,7 @@ def _own_numpy() -> Any:
 
 
 def _install(own_numpy: Any) -> None:
-    """Route all drawing functions to the calling thread's streams; a later call in the process changes nothing."""
+    """Route drawing functions to the calling thread's streams; a later call in the process changes nothing."""
     with _LOCK:
         own_generator.install()
         replaced = own_python.install()

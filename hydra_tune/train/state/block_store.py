@@ -1,4 +1,4 @@
-"""A step's values as blocks: the store of a chain of units in the pool.
+"""A batch's values as blocks: the store of a chain of units in the pool.
 
 `BatchUnits` (`train/loop/batch_units.py`) makes a `BlockStore` for each batch, and the batch's units read and write
 values there, one unit at a time. Subclasses such as `TrainingBatch` (`train/loop/training_batch.py`) hand gradients from
@@ -30,7 +30,7 @@ _WITHIN_SHARDS = ("saved:", "kept:")
 
 
 class BlockStore:
-    """Values of a step, by key; a running unit sets `lease`, and `stand_ins` replaces tensors of the state.
+    """Values of a batch, by key; a running unit sets `lease`, and `stand_ins` replaces tensors of the state.
 
     Values that were views of one storage are views of one block. The block is dropped with its last value, unless a value
     on the block was given away.

@@ -2,15 +2,14 @@
 
 `OwnCodeTrial` (`train/own_code_trial.py`) makes a `ModelState` for the plan of a trial, `GroupTrial`
 (`fusion/group/group_trial.py`) for the stacked model of a group, and `TrialRehearsal` (`train/timing/fake_trial.py`) for a
-forecast. Each unit (`train/loop/batch_units.py`) gets the
-groups of its shard from the `ModelState`. `TensorGroups` (`tensor_groups.py`) has the groups; this module adds the
-optimizer's steps, the optimizer's state, and the user's own code.
+forecast. Each unit (`train/loop/batch_units.py`) gets the groups of its shard from the `ModelState`. `TensorGroups`
+(`tensor_groups.py`) has the groups; this module adds the optimizer's steps and state, and the user's own code.
 
 Note: the user's own code. Where units run the user's own step, parameters, buffers and optimizer state form a group
-each. The user's code may replace any of the tensors, add tensors, and create optimizer state at any time, so after each
-burst of steps `refresh` checks whether the groups still hold the present tensors. Where the device computes with the
-host's own tensors, the groups are loose (`memory/block.py`): none of the user's tensors moves before something else
-needs the room.
+each. The user's code may replace any of the tensors, add tensors, and create optimizer state at any time, so a burst
+(`train/loop/burst.py`) calls `refresh`, which checks whether the groups still hold the present tensors. Where the device
+computes with the host's own tensors, the groups are loose (`memory/block.py`): none of the user's tensors moves before
+something else needs the room.
 """
 
 import functools
@@ -183,8 +182,7 @@ class ModelState(TensorGroups):
         """Take one optimizer step for some parameters; the optimizer skips all others, which have no gradient.
 
         For every optimizer with a per-parameter update, the result equals, to the last bit, a single step over all
-        parameters. The optimizer is the user's own, so schedulers, parameter groups and `state_dict` behave as in a
-        plain loop.
+        parameters.
         """
         self._step(gradients, rules)
         self.touched(name for name in names if name in gradients)
@@ -280,8 +278,7 @@ class ModelState(TensorGroups):
     ) -> None:
         """Start an update on the host, for parameters with optimizer state that never leaves the host.
 
-        The device copies of the parameters are given up. The update runs beside the device's next units; see
-        `HostUpdateQueue`.
+        The device copies of the parameters are given up.
 
         Args:
             names: the parameters.
@@ -303,8 +300,7 @@ class ModelState(TensorGroups):
     def stand_ins(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return stand-ins for the trainable parameters among the names: separate tensors in the same memory.
 
-        A backward leaves gradients on the stand-ins and not on the trial's own parameters, so no step of the optimizer
-        applies a gradient too early.
+        A backward leaves gradients on the stand-ins, so no step of the optimizer applies a gradient too early.
         """
         tensors = {name: self.tensors[name] for name in names}
         return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor.requires_grad}

@@ -1,9 +1,9 @@
 """Parameters and buffers that several devices read at the same time.
 
 A block is on one device at most. For units of a trial to run side by side, a device in need of a group on another
-device loads a copy from the host. The copy is a block like any other: the device's ledger counts the copy, and pagers
-load and spill the copy as room allows. The copy is read-only and lives until the batches have run; parameters that are
-updated earlier are not read any more (`train/parallel/ordered_queues.py`). `OptimizerStep`
+device loads a copy from the host. The device's ledger counts the copy, and the pager may drop the copy and load it again.
+The copy is read-only and lives until the batches have run; parameters that are updated earlier are not read any more
+(`train/parallel/ordered_queues.py`). `OptimizerStep`
 (`train/loop/optimizer_step.py`) makes a `ParameterReplicas` for each step, `ParallelBatch`
 (`train/parallel/parallel_batch.py`) leases a shard's parameters and buffers there in each forward and backward unit, and
 `ParallelStep` (`train/parallel/parallel_step.py`) gives up the copies.
@@ -15,12 +15,11 @@ In both cases units compute on *stand-ins*: separate tensors in the memory of th
 leaves no gradient on the trial's parameters, where a concurrent update of other parameters would find the gradient.
 
 Note: location of the original. While units run side by side, a group that a device has, or is about to have, stays
-there or goes to the host, and other devices take copies. So two units never wait for each other's blocks, and no unit
-changes a block of another.
+there or goes to the host, and other devices take copies. So two units never wait for each other's parameters.
 
 Note: host copies. A copy is loaded from the host copy of its group, and has no host copy of its own. Where host copies
 may go to disk, the group's host copy is brought back for each load and held only until the load is done. Lock order:
-the lock of a copy before the lock of its group, never the other way round.
+the lock of a copy before the lock of its group.
 """
 
 import threading

@@ -14,8 +14,8 @@ Note: three ways to read a device's copy. A captured unit computes on a *view* o
 user's own code reads the parameter itself, which is *pointed* at the copy for the length of a unit. On a device that
 computes on host tensors, the user's own code reads the mapping, and the copy only counts the bytes.
 
-Note: threads. The shares change only on the thread that runs the trial; a prefetch, on another thread, may ask for `blocks`
-meanwhile. There is no lock: `blocks` and `place` read a copy of the dictionary.
+Note: threads. The shares change only on the thread that runs the trial; other threads may ask for `blocks` and `place`
+meanwhile. There is no lock: both read a copy of the dictionary.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -1,19 +1,19 @@
 """`TensorGroups`: a trial's parameters, buffers and optimizer state in groups that move between host and devices.
 
 `ModelState` (`model_state.py`) derives from `TensorGroups`, and adds the optimizer's steps. Units
-(`train/loop/batch_units.py`, `train/loop/training_batch.py`) take their blocks from here, checkpoints
-(`train/checkpoint/snapshot.py`) copy the tensors (`copy_out`), and fused groups (`fusion/group/stacked_state.py`) read
-them (`aliases`) and write them (`rewrite`). At a trial's end, and before a state of another layout, `Trial` (`train/trial.py`)
-and `OwnCodeTrial` (`train/own_code_trial.py`) take the tensors back (`hand_over`).
+(`train/loop/batch_units.py`, `train/loop/training_batch.py`) take their blocks from here. Checkpoints
+(`train/checkpoint/snapshot.py`) copy the tensors (`copy_out`) or read the tensors in place (`aliases`), and fused groups
+(`fusion/group/stacked_state.py`) read and `rewrite` the tensors. At a trial's end, and before a state of another layout,
+`Trial` (`train/trial.py`) and `OwnCodeTrial` (`train/own_code_trial.py`) take the tensors back (`hand_over`).
 
 Note: ownership, for captured steps. A parameter that other trials share is in no group. Any other parameter or buffer
 used by a single shard lies in the group of the shard. A parameter or buffer shared by several shards has a separate group,
 so a unit loads no unneeded tensors. Parameters and buffers lie in separate groups: a forward unit overwrites buffers only,
 so clean parameters need no write-back. Optimizer state is grouped by the shard whose unit updates the parameters, and
-exists from the first update, from a checkpoint, or from the optimizer's constructor on. Unused tensors stay on the host.
+exists from the first update, from a checkpoint, or from the optimizer's constructor on. Unused tensors are in no group.
 
 Note: threads and locks. The groups change only on the thread that runs the trial; a prefetch, on another thread, may ask
-for blocks meanwhile. The lock of one block at a time is held, because devices take room from other groups meanwhile.
+for blocks meanwhile. A method here holds the lock of one block at a time, because devices take room from other groups.
 """
 
 import functools

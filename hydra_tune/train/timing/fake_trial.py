@@ -3,11 +3,10 @@
 `pool/dry_run/report.py` makes a `TrialRehearsal` of each task for a forecast, and `pool/dry_run/executor.py` runs the
 units, both on the forecast's one thread and inside one `RehearsalFakeMode` (`shard/fake/fake_world.py`).
 
-Note: the trial's own parts. Everything that decides the location of bytes is the trial's own: plan, groups, the store
-of values, the order of units, the optimizer's code, and the pager. So a rehearsal counts bytes with the code of a real
-run, and no second accounting can differ from the first. Only the tensors are fakes (as in the pilot), and reading a
-value of a fake returns 1. A graph runs once in each situation (`shard/fake/fake_memo.py`); the user's own code, for a
-model that runs whole, runs every time.
+Note: the trial's own parts. Everything that decides the location of bytes is the code of a real run: plan, groups, the
+store of values, the order of units, the optimizer, and the pager. So no second accounting can differ from the first. The
+tensors are fakes (as in the pilot), and reading a value of a fake returns 1. A graph runs once in each situation
+(`shard/fake/fake_memo.py`); the user's own code, for a model that runs whole, runs every time.
 """
 
 from collections.abc import Generator, Iterator, Sequence

@@ -7,7 +7,7 @@ other trials. `pool/dry_run/report.py` calls `timed_steps` once a task has been 
 CPUs.
 
 Note: a separate trial. The steps belong to a new trial of the task, with separate streams and a separate copy of the
-data, so the caller's objects stay unchanged. The trial reports nothing and evaluates nothing.
+data, so the caller's objects stay unchanged. The trial evaluates nothing, and its reports are dropped.
 """
 
 import statistics
@@ -71,7 +71,7 @@ class _SingleDeviceLender:
         return most if way == GROUPED else 1
 
     def leave(self) -> None:
-        """Do nothing, because nothing was lent."""
+        """Do nothing."""
 
     def decline(self, way: str) -> None:
         """Do nothing."""
