@@ -96,8 +96,6 @@ class Trial(TrialFigures):
     """A training run under way; each subclass defines the training loop in `_train`, or an `advance` of its own.
 
     Args:
-        task: task to train.
-        library: source of plans.
         device: any device of the pool, for host memory.
         helpers: asked before a step whose batches may run side by side; None: no device could help.
         host: counts host copies and sends some to disk; None: the host has room for all.
@@ -228,11 +226,7 @@ class Trial(TrialFigures):
         return False
 
     def close(self, *, keep: bool) -> None:
-        """End the trial: drop the values of the step, and bring the state home or drop the state too.
-
-        Args:
-            keep: whether the state is brought home as the trial's result; otherwise the state is dropped.
-        """
+        """End the trial: drop the values of the step, and bring the state home as a result (`keep`) or drop the state."""
         try:
             if self.clock.is_abandoned:
                 # The program hangs in the loader on another thread, so closing the generator here is impossible.
@@ -449,11 +443,7 @@ class Trial(TrialFigures):
         return self._place is not None
 
     def _draw(self, mode: str, skip: SkippedBatches | None = None) -> Generator[Any, None, None]:
-        """Draw the batches of one pass, each with the trial's own streams and not before the batch, or its step, is needed.
-
-        Args:
-            mode: "train" or "evaluate".
-            skip: batches of the pass to skip.
+        """Draw the batches of one pass ("train" or "evaluate"), not before the batch, or its step, is needed.
 
         Returns:
             The batches; where the step or the default evaluation gets a sum of weights, pairs from `weighed`.

@@ -19,11 +19,7 @@ from hydra_tune.train.timing.unit_times import TrialProgressCounts, UnitTimes
 
 
 class TrialFigures:
-    """The figures of a trial.
-
-    Args:
-        task: task to train.
-    """
+    """The figures of a trial."""
 
     def __init__(self, task: TrainTask) -> None:
         self.task = task

@@ -25,7 +25,6 @@ class GroupedDataParallelStep(QueuedParallelStep):
     """Batches under way, in teams.
 
     Args:
-        lanes, earlier, replicas, updates: see `QueuedParallelStep`.
         count: number of teams; sizes of teams differ by at most 1.
     """
 

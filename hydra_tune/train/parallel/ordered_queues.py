@@ -13,19 +13,16 @@ once. A parameter's sum of gradients is an example: the backward unit of a batch
 before. So units may run on any device at any time, and give the same bits.
 
 Note: order within a queue. Where all shards of a queue fit its device, the oldest batch goes first, so a batch goes
-backward as early as possible and few batches are under way. Where the shards do not fit, a queue stays with its present
-shard until all its batches have run there. Each shard is then loaded once for all forward units and once for all
-backward units (Harmony's input batch grouping). Such a queue waits for missing batches: a batch going on alone, shard
-after shard, would evict the shards of the other batches. The grouping requires all batches to be under way at once,
-because an unstarted batch may never come.
+backward as early as possible. Where the shards do not fit, a queue stays with its present shard, so a shard is loaded once
+for all forward units and once for all backward units (Harmony's input batch grouping). Such a queue also waits for missing
+batches, where all batches are under way at once: an unstarted batch may never come.
 
-Note: updates. Where the step ends with these batches, and no rule needs all gradients first, a shard is updated right
-after its last backward unit, while parameters and sums are on the device. No unit reads the updated parameters any
-more: all batches have had their backward there, and so all forwards and the backward of every later shard; a parameter
-is updated with the first shard that uses it. All losses are known by then. The updates are units of the last batch, so
-no two updates run at once. Meanwhile other batches run backward units of earlier shards. The optimizer's step takes
-every parameter with a gradient and must not see the gradients of other batches, so units of a lane compute on stand-ins
-for the parameters (`ParameterReplicas`).
+Note: updates. Where the step ends with these batches, and no rule needs all gradients first, a shard is updated right after
+its last backward unit. No unit reads the updated parameters any more: all batches have had their backward there, and a
+parameter is updated with the first shard that uses it. All losses are known by then. The updates are units of the last
+batch, so no two updates run at once. Meanwhile other batches run backward units of earlier shards. The optimizer's step
+takes every parameter with a gradient and must not see the gradients of other batches, so units of a lane compute on
+stand-ins for the parameters (`ParameterReplicas`).
 """
 
 from abc import abstractmethod
@@ -55,7 +52,7 @@ class QueuedParallelStep(ParallelStep):
     """Batches under way, with their units in queues.
 
     Args:
-        lanes, earlier, width, replicas: see `ParallelStep`; the lanes' plans are compatible with each other.
+        lanes: see `ParallelStep`; their plans share parameters shard by shard (`goes_with`).
         queues: names of the queues in asking order, each with its near device at first.
         goes_on_with_shard: whether a queue prefers its present shard to the oldest batch.
         updates: whether shards are updated, because the step ends with these batches.

@@ -33,8 +33,7 @@ class ParallelUnit:
     """A due unit.
 
     Attributes:
-        rank: place of the batch within the parallel step; lower ranks go first. A batch has at most one unit due.
-        pending: the unit.
+        rank: place of the batch within the parallel step; a batch has at most one unit due.
         near: the preferred device; None: any.
     """
 
@@ -125,12 +124,7 @@ class ParallelStep(ABC):
 
 
 class DataParallelStep(ParallelStep):
-    """Whole batches, each preferably on one device, as far as devices are free; gradients are summed batch by batch.
-
-    Args:
-        lanes, earlier, width, replicas: see `ParallelStep`.
-        names: the parameters with summed gradients.
-    """
+    """Whole batches, each preferably on one device; the gradients of `names` are summed batch by batch."""
 
     def __init__(
         self,

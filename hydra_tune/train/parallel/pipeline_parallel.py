@@ -56,7 +56,6 @@ class PipelineParallelStep(QueuedParallelStep):
     """Batches under way, with a home for each shard.
 
     Args:
-        lanes, earlier, width, replicas, goes_on_with_shard, updates: see `QueuedParallelStep`.
         homes: the device of each shard at first.
     """
 

@@ -48,7 +48,6 @@ class StepStrategy:
     Attributes:
         way: one of `cost_model.WAYS`.
         width: largest number of batches under way at once.
-        plan: plan of the arranged batches.
         homes: the device of each shard, where the step is pipelined.
         is_dealt: whether a device of a pipelined step stays with its present shard.
         teams: for a data-parallel step, the number of teams that go through each shard together; 0: each batch runs by

@@ -45,10 +45,7 @@ State = tuple[str, Any, int, int, float]
 
 
 class NumpyStream:
-    """A random stream equivalent to numpy's own.
-
-    Args:
-        bits: the bit generator.
+    """A random stream equivalent to numpy's own, of a bit generator.
 
     Attributes:
         moves: number of entries of the lock for the stream, at least one for each draw by a `numpy.random` function.

@@ -113,7 +113,6 @@ class BoundFunction(functools.partial[Any]):
     Args:
         run: function to call.
         owner: the object; pickling the function pickles the object.
-        name: name of the method.
     """
 
     def __new__(cls, run: Callable[..., Any], owner: object, name: str) -> Self:

@@ -78,10 +78,7 @@ class RandomStreams:
         self._drawn_from: RandomGenerator | None = None
 
     def fork(self) -> "RandomStreams":
-        """Return independent torch streams at the present position, for captured units.
-
-        Draws from a fork do not move the original, nor the other way round.
-        """
+        """Return independent torch streams at the present position, for captured units."""
         forked = copy.copy(self)
         generator = ThreadGenerator()
         generator.set_state(self._torch.get_state())
@@ -163,10 +160,7 @@ class RandomStreams:
         return moves
 
     def everything(self) -> AbstractContextManager[None]:
-        """Make the torch CPU, numpy and Python streams of this thread the trial's inside the context.
-
-        The thread's earlier streams return on leaving.
-        """
+        """Make the torch CPU, numpy and Python streams of this thread the trial's inside the context."""
         assert self._host_streams, "a fork of streams is for captured units, which draw from torch's alone"
         return _RandomStreamContext(self._host_streams)
 

@@ -36,8 +36,7 @@ class BlockStore:
     on the block was given away.
 
     Args:
-        state: the trial's long-lived tensors.
-        plan: plan whose constants the step uses.
+        plan: plan whose constants the batch uses.
         batch: the batch's tensors, on the host.
         device: device whose alignment the blocks have.
     """
@@ -54,7 +53,7 @@ class BlockStore:
         self._take_over(fixed, device)
 
     def blocks(self, keys: Sequence[str], constants: Sequence[str], inputs: Sequence[int]) -> list[Block]:
-        """Return the blocks under the keys that exist. May be called from any thread."""
+        """Return the blocks under the keys that exist."""
         all_keys = [*keys, *(_constant_key(name) for name in constants), *(_input_key(index) for index in inputs)]
         values = [self._values.get(key) for key in all_keys]
         return [value.block for value in values if value is not None]

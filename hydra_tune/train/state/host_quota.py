@@ -27,10 +27,9 @@ def largest_bytes(plan: ShardPlan) -> int:
 
 
 class HostMemoryQuota:
-    """A trial's share of the host memory that cannot go to disk.
+    """A trial's share of the host memory that cannot go to disk; without `host`, there is room for all.
 
     Args:
-        host: counts host copies and sends some to disk; None: the host has room for all.
         tenant: the trial, for `host`.
     """
 

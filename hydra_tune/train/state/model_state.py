@@ -50,24 +50,15 @@ class ModelState(TensorGroups):
     """Parameters, buffers and optimizer state of a trial.
 
     Args:
-        module: the trial's module, on the host.
+        module, plan, device, host, tenant, before, runs_own_code, may_share: as of `TensorGroups`.
         optimizer: the trial's optimizer.
-        plan: decides the groups; later plans of the trial use the same groups.
-        device: any device of the pool, for host memory and alignment.
-        host: counts the groups' host copies; None: the host has room for all.
-        tenant: the trial, for `host`.
-        before: the trial's earlier state, replaced by this state; its number and watcher carry over.
-        runs_own_code: whether units run the user's own step on the module; `refresh` then follows the changes.
         is_separable: whether the optimizer is known to step each parameter by itself; else an optimizer that steps
             parameters apart is checked.
-        may_share: whether frozen parameters in a shared file share the copies of other trials.
 
     Attributes:
         recomputed: graphs of shards whose activations are no longer kept, because memory has run out.
         around_step: returns the context manager entered around each step of the optimizer; called with the device of
             the step, None on the host.
-
-    The other attributes are those of `TensorGroups`.
     """
 
     def __init__(
@@ -132,7 +123,7 @@ class ModelState(TensorGroups):
         return self._names[id(tensor)]
 
     def optimized(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Select the values of the parameters that the optimizer updates, in the module's order."""
+        """Select the values of the optimizer's parameters, in the module's order."""
         return {name: values[name] for name in self._optimized if name in values}
 
     def check(self, *, may_thaw: bool = False) -> None:
@@ -167,11 +158,7 @@ class ModelState(TensorGroups):
         return any(tensor.requires_grad for tensor in self._frozen.values())
 
     def check_optimized(self) -> None:
-        """Refuse a step of an optimizer that has other parameters now.
-
-        Raises:
-            TaskError: as said.
-        """
+        """Refuse, by a `TaskError`, a step of an optimizer that has other parameters now."""
         if _in_order(self.optimizer) != self._in_order:
             raise TaskError(
                 "the optimizer got other parameters after the trial began, which the memory plan cannot follow; give all "
@@ -282,7 +269,7 @@ class ModelState(TensorGroups):
 
         Args:
             names: the parameters.
-            gradients: gradients of the parameters, on the host; emptied when the update is over.
+            gradients: on the host; emptied when the update is over.
             rules: rules for the gradients.
             device: the device beside which the update runs.
             over: as of `HostUpdateQueue.start`.
@@ -338,7 +325,7 @@ class ModelState(TensorGroups):
         self._group_optimizer_state(names, fresh, device)
 
     def _copy_into_place(self, replaced: dict[tuple[str, str], Tensor], fresh: dict[tuple[str, str], Tensor]) -> None:
-        """Copy new state, by parameter name and key, into the tensors that are in groups already."""
+        """Copy new state into the tensors that are in groups already."""
         places = {self._adopted[place].data_ptr() for place in replaced}
         for state in (replaced, fresh):
             for (name, key), value in state.items():
@@ -427,10 +414,9 @@ class ModelState(TensorGroups):
         self._optimizer_groups.setdefault(names, []).append(group)
 
     def adopt_made(self, device: Device) -> None:
-        """Adopt optimizer state that a constructor has created (Adagrad's, up to torch 2.11).
+        """Adopt optimizer state that a constructor has created on the host (Adagrad's, up to torch 2.11).
 
-        The constructor puts such state beside the parameters, on the host. A CPU device computes with the state in
-        place, and `adopt_optimizer_state` groups the state after a step.
+        On a CPU device `adopt_optimizer_state` groups the state after a step.
         """
         if device.torch_device.type != "cpu":
             self.adopt_saved({name: entries for name, entries in self.optimizer_state().items() if entries}, device)
@@ -460,9 +446,7 @@ class ModelState(TensorGroups):
     def refresh(self, lease: Lease, device: Device) -> None:
         """Make the groups hold the present tensors, after the user's own code has run under a lease on all groups.
 
-        Args:
-            lease: lease of the unit that ran the code; new groups join the lease.
-            device: the device where the code ran, and where new tensors lie.
+        New groups join the lease. New tensors lie on the device.
 
         Raises:
             BudgetError: the present tensors do not fit the device.
@@ -576,11 +560,7 @@ def _in_order(optimizer: Optimizer) -> list[int]:
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    """Refuse an optimizer that cannot be stepped shard by shard, or has tensors outside the module.
-
-    Raises:
-        TaskError: the optimizer is LBFGS, or holds a parameter that is not the module's.
-    """
+    """Refuse, by a `TaskError`, LBFGS and an optimizer of a parameter that is not the module's."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TaskError(
             "LBFGS evaluates the model several times within a step and couples all parameters, so it cannot be stepped "

@@ -38,12 +38,7 @@ from hydra_tune.train.state.model_state import ModelState
 
 
 class _ReplicaSourceTier:
-    """Source of a copy where host copies may go to disk; acts as the tier of the copy.
-
-    Args:
-        group: original of the copy.
-        host: counts the group's host copy.
-    """
+    """Source of a copy where host copies may go to disk; acts as the tier of the copy of a `group`."""
 
     def __init__(self, group: TensorBlock, host: HostTier) -> None:
         self._group = group
@@ -86,12 +81,7 @@ class _ReplicaSourceTier:
 
 
 class ParameterReplicas:
-    """Read-only copies of a trial's groups, on any number of devices.
-
-    Args:
-        state: the trial's long-lived tensors; code that changes a copied tensor reads no copy of the tensor until
-            `close`.
-    """
+    """Read-only copies of a trial's groups: until `close`, code that changes a group reads no copy of the group."""
 
     def __init__(self, state: ModelState) -> None:
         self.moving: Collection[TensorBlock] = frozenset()

@@ -46,7 +46,7 @@ class TensorGroups:
 
     Args:
         module: the trial's module, on the host.
-        plan: decides the groups; later plans use the same groups, and `adopt_state` adds groups for further tensors.
+        plan: decides the groups, for later plans too; `adopt_state` adds groups for further tensors.
         device: any device of the pool, for host memory and alignment.
         host: counts the groups' host copies; None: the host has room for all.
         tenant: the trial, for `host`.
@@ -55,10 +55,9 @@ class TensorGroups:
         may_share: whether frozen parameters in a shared file share the copies of other trials.
 
     Attributes:
-        shared: the parameters that other trials have as well; they are in no group.
+        shared: the parameters that other trials have as well.
         number: number of the trial, for its blocks.
         readers: readers of parameters, buffers and optimizer state between units.
-        watcher: as of `watch`.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class TensorGroups:
         self._host_updates = HostUpdateQueue()
 
     def groups(self, names: Iterable[str]) -> list[TensorBlock]:
-        """Return the groups of the named parameters and buffers; shared parameters are in no group."""
+        """Return the groups of the named parameters and buffers."""
         return list(dict.fromkeys(self._group_of[name] for name in names if name not in self.shared))
 
     def blocks(self, names: Sequence[str]) -> list[Block]:
@@ -153,7 +152,7 @@ class TensorGroups:
         """Copy tensors of the state to the host from wherever they are; no unit of the trial may run meanwhile.
 
         Args:
-            targets: destination by `id` of a tensor; `id`s of tensors outside the state are ignored.
+            targets: destination by `id` of a tensor; other `id`s are ignored.
         """
         for block in self._blocks():
             # One lock at a time: devices may take the room of all other groups while a group is copied.
@@ -203,7 +202,7 @@ class TensorGroups:
     def hand_over(self, *, is_result: bool = False) -> None:
         """Bring all groups to the host and give each tensor memory of its own; the caller owns the tensors from now on.
 
-        Groups are handed over in turn, so the host never holds more than a single group twice.
+        Groups are handed over in turn, so the host holds one group twice at most.
 
         Args:
             is_result: whether the trial is over. Otherwise shared memory stays shared, so the next `ModelState` can
@@ -244,7 +243,7 @@ class TensorGroups:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all groups, as they lie on the host; without shared parameters, which belong to no single trial."""
+        """Bytes of all groups on the host, without shared parameters."""
         return sum(block.nbytes for block in self._blocks())
 
     def _blocks(self) -> list[TensorBlock]:

@@ -59,10 +59,8 @@ class TrialRehearsal:
     """A trial whose steps are rehearsed inside a `RehearsalFakeMode`.
 
     Args:
-        task: the trial's task.
         module, optimizer: the trial's own, on the host; left unchanged.
         kept: plan of the trial's first batch.
-        leaves: leaves of the first batch.
         device: device for host memory; the trial may run on others like it.
         knows_length: whether the trial's data tells the number of steps.
         counts_draws: as of `ShardPlanConstraints`.
@@ -135,7 +133,7 @@ class TrialRehearsal:
         self.state.drop()
 
     def _num_together(self, plan: ShardPlan) -> int:
-        """Return the number of batches that go through each shard together."""
+        """Return how many batches go through each shard together."""
         is_grouped = self._knows_draws(plan) and plan.may_be_pipelined and batch_grouping.is_worth_it(plan)
         return self.num_parts if is_grouped else 1
 

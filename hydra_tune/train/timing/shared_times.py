@@ -32,12 +32,7 @@ class SharedUnitTimes:
         self._settled: WeakKeyDictionary[PreparedPlan, PreparedPlan] = WeakKeyDictionary()
 
     def settled(self, prepared: PreparedPlan, accumulate: int) -> PreparedPlan:
-        """Return a training plan with the activations chosen by measured times; the same plan while a time is missing.
-
-        Args:
-            prepared: as of `of`.
-            accumulate: as of `of`.
-        """
+        """Return a training plan with the activations chosen by measured times; the same plan while a time is missing."""
         choice, plan = prepared.activation_choice, prepared.plan
         if choice is None:
             return prepared

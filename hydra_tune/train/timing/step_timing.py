@@ -84,7 +84,7 @@ def timed_steps(task: TrainTask, library: PlanLibrary, like: CpuDevice, *, sends
         task: the trial's task.
         library: source of its plan.
         like: a device with the same budget and link; left alone.
-        sends_ahead: whether the next unit's blocks are prefetched while a unit computes.
+        sends_ahead: whether blocks are prefetched.
 
     Returns:
         The medians over the steps after the second, or over the last of fewer steps; None if the data has no whole
