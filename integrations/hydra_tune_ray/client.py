@@ -66,7 +66,6 @@ class TrialClient:
 
     Args:
         directory: the name of the directory of the pools.
-        request: the trial.
         digest: of the trial's config.
     """
 

@@ -31,7 +31,7 @@ _REFUSED = {
     "checkpoint_every": "Ray says when trials are saved; give checkpoint_frequency of CheckpointConfig",
     "plans_only": "pools train",
 }
-"""Options of `HydraExecutor` for which Ray has options of its own."""
+"""Options of `HydraExecutor` that pools refuse: the reason or the remedy of each."""
 
 _KEPT: dict[str, "Pools"] = {}
 """Actors that end with this program: Ray would end an actor as soon as no handle exists."""

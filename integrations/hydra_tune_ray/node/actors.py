@@ -1,10 +1,10 @@
 """Creation and lookup of the package's Ray actors: names, placement, and the entry point of a pool's process.
 
-A pool is an actor whose method `call` forwards to `hydra_tune_ray.node.node_pool.NodePool`. Processes that start a pool
-or talk to a pool therefore import no torch. `PoolDirectory` (`pool_directory.py`) calls `start_pool` for each node that
-lacks a pool. `TrialClient` (`client.py`) finds directory and pool when a trial begins, and `DirectoryConnection`
-(`heartbeat.py`) and `Pools` (`pools.py`) find the directory. `start_pools` (`pools.py`) makes the directory's actor, in
-the same `NAMESPACE`. `NodePool` (`node_pool.py`) takes the `NodePoolSpec` of its actor.
+A pool is an actor whose method `call` forwards to `NodePool` (`node_pool.py`), so processes that start a pool or talk to a
+pool import no torch. `PoolDirectory` (`pool_directory.py`) calls `start_pool` for each node that lacks a pool.
+`TrialClient` (`client.py`) finds directory and pool when a trial begins, and `DirectoryConnection` (`heartbeat.py`) and
+`Pools` (`pools.py`) find the directory. `start_pools` (`pools.py`) makes the directory's actor, in the same `NAMESPACE`.
+`NodePool` (`node_pool.py`) takes the `NodePoolSpec` of its actor.
 
 Note: lifetimes. A pool's actor is detached, and Ray restarts the actor, so the actor itself has to notice that nobody needs
 the pool: `_watch` before the devices are open, the heartbeat afterwards. `_watch` has a thread of its own, and calls run on
@@ -71,10 +71,7 @@ class PoolActor:
         return await getattr(self._pool, method)(*args, **options)
 
     def _watch(self) -> None:
-        """End the actor if the directory vanishes before the pool is open; Ray may restart pools that nobody wants.
-
-        An open pool watches the directory by its own heartbeat.
-        """
+        """End the actor if the directory vanishes before the pool is open; Ray may restart pools that nobody wants."""
         num_missing = 0
         while self._pool is None or not self._pool.is_open:
             time.sleep(_WATCH_SECONDS)

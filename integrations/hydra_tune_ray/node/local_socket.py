@@ -75,15 +75,7 @@ class LocalSocketServer:
 
 
 class LocalSocketClient:
-    """A trial's end of the line.
-
-    Args:
-        path: of the socket.
-        answer_seconds: time limit of an answer, in seconds.
-
-    Raises:
-        OSError: no pool listens there.
-    """
+    """A trial's end of the line; raises an OSError where no pool listens."""
 
     def __init__(self, path: str, answer_seconds: float) -> None:
         self._socket = socket.socket(socket.AF_UNIX)

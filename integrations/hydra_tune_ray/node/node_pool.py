@@ -55,11 +55,7 @@ _THREADS = 64  # nearly all of them wait; a hanging build blocks only its own th
 
 
 class NodePool:
-    """See the module's docstring. Any number of clients may call any methods at once.
-
-    Args:
-        place: identity and options of the pool.
-    """
+    """See the module's docstring. Any number of clients may call any methods at once."""
 
     def __init__(self, place: NodePoolSpec) -> None:
         self._place = place
@@ -196,12 +192,7 @@ class NodePool:
         return files
 
     async def end(self, key: str, *, parks: bool = False) -> None:
-        """Release a trial that the client no longer wants.
-
-        Args:
-            key: of the trial.
-            parks: whether another client may take the trial over, as long as the lease lasts.
-        """
+        """End a trial that the client no longer wants; or, with `parks`, leave the trial to another client and the lease."""
         trial = self._trials.get(key)
         if trial is None:
             return

@@ -161,8 +161,7 @@ class LeasedTrialTable:
     def leave(self, held: LeasedTrial, moved: MoveOutcome, seconds: float) -> MoveOutcome:
         """Note a trial's move to another pool.
 
-        The forwarding address stays valid for `seconds`, and the client may ask for it repeatedly, because answers get
-        lost.
+        The forwarding address stays valid for `seconds`: a client may ask again, because answers get lost.
         """
         self.remove(held)
         self._moved[held.request.key] = moved, time.monotonic() + seconds
