@@ -65,10 +65,8 @@ class SingleTrial(OwnCodeTrial):
     def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[CachedPlan, batches.BatchLeaves]:
         """Build the model, draw the first batch and make its plan, without running a unit.
 
-        A forecast (`pool/dry_run/report.py`) inspects the plan and closes the trial; `advance` must not follow.
-
-        Args:
-            building: context manager entered around the task's factories.
+        A forecast (`pool/dry_run/report.py`) inspects the plan and closes the trial; `advance` must not follow. The task's
+        factories run in the context `building`.
 
         Returns:
             The plan, and the leaves of the batch or of its first piece.
@@ -390,7 +388,7 @@ class SingleTrial(OwnCodeTrial):
         """Compare the latest captured plan with the eager step, within a hundredth of the trial's time.
 
         Raises:
-            CaptureError: the plan gives other numbers than the eager step.
+            TaskError: the plan gives other numbers than the eager step.
         """
         latest, self._latest = self._latest, None
         if latest is None or self.module is None or latest[0].plan.eager:

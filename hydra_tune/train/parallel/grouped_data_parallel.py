@@ -1,12 +1,11 @@
 """`GroupedDataParallelStep`: data-parallel batches, several for each device, of a model that is too large for a device.
 
 A team is a run of neighbouring batches. All batches of a team go through a shard before the next shard is loaded, forward
-and backward alike, whatever the number of batches. In the forward, teams are independent. In the backward, a team begins
-a shard when the earlier teams have finished the shard, and continues from their sums, at least one shard behind the team
+and backward alike, whatever the number of batches. In the forward, teams are independent. In the backward, a team begins a
+shard when the earlier teams have finished the shard, and continues from their sums, at least one shard behind the team
 before. `OptimizerStep` (`train/loop/optimizer_step.py`) makes the parallel step when the batches drawn ahead are due, if
 `step_strategy.py` has chosen teams; `JobState` (`pool/runtime/job_state.py`) asks for due units (see `ordered_queues.py`,
-whose order of sums gives the bits of batches one after the other). The module must not choose devices: a queue has no
-device at first.
+whose order of sums gives the bits of batches one after the other). A queue has no device at first.
 
 The last team updates the trial's parameters. The other teams read copies of parameters that are not on their devices, so
 the originals come to the device of the updates. Parameters moved in a step by N teams: 2N|W| loaded and |W| written back;

@@ -2,7 +2,7 @@
 
 `JobState` (`pool/runtime/job_state.py`) asks the subclasses, in `grouped_data_parallel.py` and `pipeline_parallel.py`,
 for due units at the start of the step, and whenever a unit of the step has run. The hooks of the subclasses run under the
-step's lock (`parallel_step.py`). The module must not choose devices: the scheduler does.
+step's lock (`parallel_step.py`).
 
 A queue is near the device of its last unit. When a unit is due, nothing else of its queue runs, and the near device is
 either idle and takes the unit, or has other work for an unknown time. Then another free device takes the unit, the unit's
@@ -176,7 +176,7 @@ class QueuedParallelStep(ParallelStep):
         return (unit.kind, unit.shard) != at_hand and self._run_here[name, *at_hand] < self._size(name)
 
     def _may_run(self, rank: int) -> bool:
-        """Whether earlier batches have run the batch's next unit; an update only follows the last backward."""
+        """Whether earlier batches have run the batch's next unit, where these have to come before."""
         unit = self._next[rank]
         return unit.kind == "update" or self._is_free(unit.kind) or self._run[unit.kind, unit.shard] == rank
 

@@ -5,12 +5,10 @@ the units due at the start, and for the units due after each unit. `DataParallel
 through its units in order, from gradients of zero, on any free device. When a batch's backward is over and the gradients
 of all earlier batches are summed, the batch's own gradients are added. So every sum is made in the order of the batches, as
 in a plain loop, and the result has the same bits on one device and on many. The other ways, in `grouped_data_parallel.py`
-and `pipeline_parallel.py`, derive from `QueuedParallelStep` (`ordered_queues.py`). A step must not choose devices: the
-scheduler does, and `near` is only a preference.
+and `pipeline_parallel.py`, derive from `QueuedParallelStep` (`ordered_queues.py`).
 
 `OptimizerStep` (`train/loop/optimizer_step.py`) makes the `ParallelStep`, yields the step to the pool, and takes the sums
-(`result`) or closes the step afterwards. The number of batches under way at once is limited, because the values between
-their units need room on the host.
+(`result`) or closes the step afterwards.
 """
 
 import threading

@@ -6,7 +6,7 @@ Before an optimizer step of several batches, `SingleTrial` (`train/single_trial.
 rehearsal (`train/timing/fake_trial.py`) makes a strategy of its own.
 
 Note: order. `arrange` calls `offer` and `ask`, and `SingleTrial` calls `leave` after the batches. Where the host has no
-room for the batches drawn ahead, `SingleTrial` calls `leave` and `decline` at once. The module must not choose devices.
+room for the batches drawn ahead, `SingleTrial` calls `leave` and `decline` at once.
 """
 
 from dataclasses import dataclass

@@ -1,24 +1,23 @@
 """A trial's own random streams, in place of the process's streams for all code of the trial.
 
-Torch's operators on CPU, the functions of `random` and the functions of `numpy.random` look up the stream of the
-calling thread (`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code draws from the trial's
-streams without a turn. Functions of `numpy.random` alone take a lock that all threads share, for the length of a call.
-Threads started by the code draw from the process's
-streams, and so do functions of `random` held where `own_python.py` cannot replace functions. Each GPU has a default
-generator of its own: a unit that draws there takes the generator's turn and sets the trial's position. Unless the unit is
-a recompute, the unit reads the position again at its end.
+Torch's operators on CPU, the functions of `random` and the functions of `numpy.random` look up the stream of the calling
+thread (`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code draws from the trial's streams
+without a turn. Functions of `numpy.random` alone take a lock that all threads share, for the length of a call. Threads
+started by the code draw from the process's streams, and so do functions of `random` held where `own_python.py` cannot
+replace functions. Each GPU has a default generator of its own: a unit that draws there takes the generator's turn and sets
+the trial's position. Unless the unit is a recompute, the unit reads the position again at its end.
 
 `Trial` (`train/trial.py`) makes the streams from the task's seed. `Trial` and its subclasses enter the streams around each
 call of the trial's own code, and bursts (`train/loop/burst.py`) for their whole length. `BatchUnits`
 (`train/loop/batch_units.py`) enters the streams around each eager unit, and around each captured unit that draws.
 `TrialPlanCache` (`train/loop/plan_cache.py`) and `fusion/compile/batched_plan_cache.py` enter the streams to prepare plans.
-`SharedModule` (`train/shared_module.py`), the pool's workers and preparers and others make streams for code that must
-leave the process's streams alone.
+`SharedModule` (`train/shared_module.py`), the pool's workers and preparers and others make streams for code that must leave
+the process's streams alone.
 
 Note: bits. A plain loop's `torch.manual_seed`, `numpy.random.seed` and `random.seed` set the same positions. Captured units
 draw from torch's stream alone.
 
-Note: locks. A unit on a GPU takes the generator's turn before the capture gate. The module must not know models.
+Note: locks. A unit on a GPU takes the generator's turn before the capture gate.
 """
 
 import copy
@@ -58,11 +57,7 @@ def _install(own_numpy: Any) -> None:
 
 
 class RandomStreams:
-    """The random streams of a trial, from a seed on.
-
-    Args:
-        seed: the seed that a plain loop would give to `torch.manual_seed`, `numpy.random.seed` and `random.seed`.
-    """
+    """The random streams of a trial, from a seed on."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -144,11 +144,7 @@ class ModelState(TensorGroups):
             self.check_frozen()
 
     def check_frozen(self) -> None:
-        """Refuse a step if a frozen parameter has become trainable, or if the optimizer has other parameters.
-
-        Raises:
-            TaskError: the step would train a parameter that was not trained at the beginning of the trial.
-        """
+        """Refuse, by a `TaskError`, a step if a frozen parameter trains now, or the optimizer has other parameters."""
         check_still_frozen(self._frozen)
         self.check_optimized()
 
@@ -295,8 +291,7 @@ class ModelState(TensorGroups):
     def adopt_optimizer_state(self, names: tuple[str, ...], device: Device) -> None:
         """Move state tensors that the optimizer has just created into a group on the host, on the device's copy thread.
 
-        Where a new tensor stands in the place of an adopted tensor of the same shape and dtype, the adopted tensor takes
-        the new values and its place again.
+        A new tensor in place of an adopted tensor of the same shape and dtype gives the adopted tensor its values.
         """
         fresh: dict[tuple[str, str], Tensor] = {}
         replaced: dict[tuple[str, str], Tensor] = {}
@@ -382,10 +377,7 @@ class ModelState(TensorGroups):
                 self._group_optimizer_state(names, group_tensors, device)
 
     def _put_in_places(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write state into the tensors of the groups that held such state before.
-
-        A member that joins with state follows a member of the fused group that has left.
-        """
+        """Write state into the tensors of the groups that held such state before, as of a member that has left a group."""
         values: dict[int, Tensor] = {}
         for name, entries in saved.items():
             for key, value in entries.items():

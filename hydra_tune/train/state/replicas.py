@@ -1,25 +1,22 @@
 """Parameters and buffers that several devices read at the same time.
 
-A block is on one device at most. For units of a trial to run side by side, a device in need of a group on another
-device loads a copy from the host. The device's ledger counts the copy, and the pager may drop the copy and load it again.
-The copy is read-only and lives until the batches have run; parameters that are updated earlier are not read any more
-(`train/parallel/ordered_queues.py`). `OptimizerStep`
-(`train/loop/optimizer_step.py`) makes a `ParameterReplicas` for each step, `ParallelBatch`
-(`train/parallel/parallel_batch.py`) leases a shard's parameters and buffers there in each forward and backward unit, and
-`ParallelStep` (`train/parallel/parallel_step.py`) gives up the copies.
+A block is on one device at most. For units of a trial to run side by side, a device in need of a group on another device
+loads a copy from the host. The device's ledger counts the copy, and the pager may drop the copy and load it again. The copy
+is read-only and lives until the batches have run; parameters that are updated earlier are not read any more
+(`train/parallel/ordered_queues.py`). `OptimizerStep` (`train/loop/optimizer_step.py`) makes a `ParameterReplicas` for each
+step, `ParallelBatch` (`train/parallel/parallel_batch.py`) leases a shard's parameters and buffers there in each forward and
+backward unit, and `ParallelStep` (`train/parallel/parallel_step.py`) gives up the copies. Where each shard has a home
+device, groups that only one shard uses are not copied: such a group moves to the home of its shard.
 
-Where each shard has a home device, groups that only one shard uses are not copied: such a group moves to the home of
-its shard.
+In both cases units compute on *stand-ins*: separate tensors in the memory of the copy or of the group. So a backward leaves
+no gradient on the trial's parameters, where a concurrent update of other parameters would find the gradient.
 
-In both cases units compute on *stand-ins*: separate tensors in the memory of the copy or of the group. So a backward
-leaves no gradient on the trial's parameters, where a concurrent update of other parameters would find the gradient.
+Note: location of the original. While units run side by side, a group that a device has, or is about to have, stays there or
+goes to the host, and other devices take copies. So two units never wait for each other's parameters.
 
-Note: location of the original. While units run side by side, a group that a device has, or is about to have, stays
-there or goes to the host, and other devices take copies. So two units never wait for each other's parameters.
-
-Note: host copies. A copy is loaded from the host copy of its group, and has no host copy of its own. Where host copies
-may go to disk, the group's host copy is brought back for each load and held only until the load is done. Lock order:
-the lock of a copy before the lock of its group.
+Note: host copies. A copy is loaded from the host copy of its group, and has no host copy of its own. Where host copies may
+go to disk, the group's host copy is brought back for each load and held only until the load is done. Lock order: the lock
+of a copy before the lock of its group.
 """
 
 import threading
@@ -67,7 +64,7 @@ class _ReplicaSourceTier:
                 self._host.hold(self._group, -1)
 
     def forget(self, block: Block) -> None:
-        """Release the group when the copy is given up; after a failed load, the group is still held until now."""
+        """Release the group when the copy is given up: a failed load has not."""
         self.loaded(block)
         block.tier = None
 

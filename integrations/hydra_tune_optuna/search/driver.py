@@ -2,7 +2,7 @@
 
 `PoolStudy.optimize` (`pool_study.py`) makes and runs an `OptimizeDriver` in each call; `sweep.py` takes `job_name` from
 here. One thread, the caller's, touches study, sampler, pruner and callbacks. The driver does around a task the same as
-Optuna's own `Study.optimize` around an objective, in the same words and order. The module must not know shards or devices.
+Optuna's own `Study.optimize` around an objective, in the same words and order.
 
 Note: each trial is in `_untold` from the ask, before the objective runs, until the tell, so that an early end finds the
 trial. Interrupts are held all the while, and come through only in the windows of `let_interrupts_through`.

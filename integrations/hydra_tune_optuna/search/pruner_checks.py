@@ -6,7 +6,7 @@ staggered (`choose_admission`), unless the executor's `admission=` decides, or t
 than two trials for each device. `PoolStudy.optimize` (`pool_study.py`) asks `choose_admission` and `useless_pruner` before
 each search, and `run_sweep` (`sweep.py`) before each sweep of the command line. During a search `OptimizeDriver`
 (`driver.py`) applies the chosen `RunAheadRule` to the reports of trials that run alone and have steps left. The thread that
-runs the search makes all these calls. Of devices the module must know only names and number.
+runs the search makes all these calls.
 
 Note: trials that run ahead. Staggered trials end early, but an idle device still trains trials that the pruner cannot judge
 yet. So, until enough trials have completed, the oldest trials run ahead, and any other trial waits at its first report that

@@ -1,8 +1,8 @@
 """The actor that manages a set of pools: starts a pool on each node with devices, and assigns trials to pools.
 
-The directory stores nothing: a restarted directory rebuilds its view from the pools' next heartbeats, on any node. The
-module must not import torch. `start_pools` (`pools.py`) makes the actor, `TrialClient` (`client.py`) asks for a pool when a
-trial begins, and each pool reports through `heartbeat.py`.
+The directory stores nothing: a restarted directory rebuilds its view from the pools' next heartbeats, on any node.
+`start_pools` (`pools.py`) makes the actor, `TrialClient` (`client.py`) asks for a pool when a trial begins, and each pool
+reports through `heartbeat.py`.
 
 Note: lifetimes. A directory that is not detached ends with the driver. Pools are detached and end when no directory
 answers; a directory that dies alone is restarted by Ray and finds its pools still running.
