@@ -104,11 +104,7 @@ class TrainLogs:
         return {_KEY + name: module.get_buffer(name).reshape(-1) for name in names}
 
     def values(self, collected: Mapping[str, Tensor], metrics: Mapping[str, Metric]) -> dict[str, float]:
-        """Return the values of the epoch by the names that the module has logged.
-
-        Args:
-            collected: values of an evaluation; each batch has the same of the training.
-            metrics: the module's metrics by name, as new.
+        """Return the values of the epoch by logged name, from the values of an evaluation and the new metrics.
 
         Raises:
             MetricError: a name has not been logged.

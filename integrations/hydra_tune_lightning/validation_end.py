@@ -81,9 +81,7 @@ def appended(module: nn.Module, *, is_wanted: bool) -> Iterator[dict[str, Tensor
 
     The dict also names other attributes that the step has changed, and the lengths of lists before, for the hook's copy.
 
-    Args:
-        module: the module.
-        is_wanted: whether a hook reads the lists; otherwise the dict stays empty, and the lists are left alone.
+    Unless a hook wants the lists (`is_wanted`), the dict stays empty, and the lists are left alone.
     """
     values: dict[str, Tensor] = {}
     if not is_wanted:

@@ -2,7 +2,7 @@
 
 People import `start_pools` from `hydra_tune_ray` and call the function before a search; `trainable` (`trainable.py`)
 does so unless given `pools=`, and `sweep.py` before each sweep on a cluster. `PoolCallback` (`callback.py`) ends trials
-through `Pools`, which `pools_of` finds from a trainable class. The module must not import torch: the pools alone need torch.
+through `Pools`, which `pools_of` finds from a trainable class. The module must not import torch.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _KEPT: dict[str, "Pools"] = {}
 
 
 class Pools:
-    """Handle of the pools on a cluster's nodes. Made by `start_pools` and `pools_of`, and by reading a pickle.
+    """Handle of the pools on a cluster's nodes, made by `start_pools`.
 
     A pickle holds only the name: Ray stores a search together with its callbacks, and may restore the search after the
     pools, or the whole cluster, are gone.

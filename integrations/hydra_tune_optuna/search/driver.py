@@ -103,7 +103,7 @@ class _PooledTrial:
 
 
 class OptimizeDriver:
-    """One call of `optimize`.
+    """One call of `PoolStudy.optimize`.
 
     Args:
         build: the objective.

@@ -83,7 +83,7 @@ class StudyHeartbeatSender:
         with self._lock:
             self._trial_ids.add(trial_id)
         if self._thread is None:
-            # A daemon, so that a storage that hangs cannot keep the program from its end.
+            # A daemon, should the interpreter end before the `with` block.
             self._thread = Thread(target=self._run, name="hydra-tune-heartbeat", daemon=True)
             self._thread.start()
         # Wake the thread, or the new trial would have no heartbeat for up to a whole interval.

@@ -34,14 +34,7 @@ _ABREAST = 10_000  # concurrent calls; nearly all of them wait
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePoolSpec:
-    """Identity and options of a pool.
-
-    Attributes:
-        name: of the pool.
-        directory: the name of the pool's directory.
-        node: the pool's node.
-        options: of the pool's `HydraExecutor`.
-    """
+    """Identity of a pool, the name of its directory, and the options of its `HydraExecutor`."""
 
     name: str
     directory: str
@@ -88,11 +81,7 @@ class PoolActor:
 
 
 def start_pool(place: NodePoolSpec) -> Any:
-    """Start the actor of a pool on its node, or find the running actor. The actor outlives its creator.
-
-    Returns:
-        The actor's handle.
-    """
+    """Start the actor of a pool on its node, or find the running actor. The actor outlives its creator."""
     # Not soft: name and devices of the pool belong to this node, and another node has a pool of its own.
     strategy = NodeAffinitySchedulingStrategy(node_id=place.node.node_id, soft=False)
     actor_class = ray.remote(PoolActor).options(

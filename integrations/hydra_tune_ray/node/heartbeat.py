@@ -79,8 +79,8 @@ class SilenceTimer:
 
     Args:
         limit: seconds that the silence may last.
-        each: cap, in seconds, on the time counted between two tries. A longer gap only means that this process did not
-            run, because its machine was suspended or overloaded; no answer could have been heard then.
+        each: cap, in seconds, on the time counted between two tries: in a longer gap this process did not run, because its
+            machine was suspended or overloaded.
     """
 
     def __init__(self, limit: float, each: float) -> None:

@@ -89,10 +89,7 @@ class LocalSocketClient:
         self._answers = self._socket.makefile("rb")
 
     def next(self, key: str, answered: int) -> ReportOutcome | WaitingOutcome | None:
-        """Ask as `NodePool.next` is asked.
-
-        Returns:
-            The answer, or None: ask through Ray instead.
+        """Ask as `NodePool.next` is asked; None: ask through Ray instead.
 
         Raises:
             OSError: no answer came.

@@ -95,11 +95,7 @@ class NodePool:
         return ""
 
     async def begin(self, request: BeginRequest, ticket: TrialTicket | None = None) -> EndOutcome | BeginReply:
-        """Train a trial, and end all other attempts at the same trial.
-
-        Args:
-            request: the trial.
-            ticket: address of a waiting trial to continue, instead of starting from files.
+        """Train a trial: continue the waiting trial of a ticket, or begin and end all other attempts at the trial.
 
         Returns:
             The address for questions from this node, or the reason why there is nothing to train.
@@ -157,12 +153,8 @@ class NodePool:
     async def save(self, key: str, folder: str | None) -> Files | None:
         """Write the state of a trial that waits at a report or has completed.
 
-        Args:
-            key: of the trial.
-            folder: on this node; None: return the files instead.
-
         Returns:
-            The files, if no folder is given or the trial has completed; else None.
+            The files, if no folder of this node is given or the trial has completed; else None.
 
         Raises:
             HydraTuneError: as `HydraExecutor.save_to`, or the trial is not in this pool.
@@ -284,7 +276,7 @@ class NodePool:
                     held.said = None
                     held.job.proceed()
                 return WaitingOutcome()
-        # The trial was ended, or handed to another client, during the copy.
+        # The trial was ended during the copy.
         if self._trials.get(held.request.key) is not held:
             return WaitingOutcome()
         self._num_moved += 1

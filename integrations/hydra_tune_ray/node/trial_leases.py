@@ -117,11 +117,7 @@ class LeasedTrial:
 
 
 class LeasedTrialTable:
-    """All trials of a pool, by key.
-
-    Args:
-        answer_seconds: time limit of an answer to a client.
-    """
+    """All trials of a pool, by key; an answer to a client comes within `answer_seconds`."""
 
     def __init__(self, answer_seconds: float) -> None:
         self._answer_seconds = answer_seconds
