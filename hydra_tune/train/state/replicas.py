@@ -151,7 +151,7 @@ class ParameterReplicas:
                 if isinstance(group.tier, HostTier):
                     copy.tier = _ReplicaSourceTier(group, group.tier)
                 else:
-                    # Shared and never written: a copy never changes, and the group does not before `close`.
+                    # Shared and never written: a copy never changes, and no unit reads the copy of an updated group.
                     copy.host = group.host
                 with self._lock:
                     self._copies[group, pager] = copy
