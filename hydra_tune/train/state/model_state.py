@@ -2,9 +2,9 @@
 
 `OwnCodeTrial` (`train/own_code_trial.py`) makes a `ModelState` for the plan of a trial, `GroupTrial`
 (`fusion/group/group_trial.py`) for the stacked model of a group, and `TrialRehearsal` (`train/timing/fake_trial.py`) for a
-forecast. Each unit (`train/loop/batch_units.py`) gets the groups of its shard from the `ModelState`, and calls `update` for
-the optimizer's step (`train/loop/training_batch.py`, `fusion/group/multi_step_unit.py`). `TensorGroups`
-(`tensor_groups.py`) has the groups; this module adds the optimizer's steps and state, and the user's own code.
+forecast. Each unit (`train/loop/batch_units.py`) gets the groups of its shard from the `ModelState`; update units
+(`train/loop/training_batch.py`, `fusion/group/multi_step_unit.py`) call `update`. `TensorGroups` (`tensor_groups.py`) has
+the groups; this module adds the optimizer's steps and state, and the user's own code.
 
 Note: the user's own code. Where units run the user's own step, parameters, buffers and optimizer state form a group each.
 The user's code may replace any of the tensors, add tensors, and create optimizer state at any time, so a burst
