@@ -176,7 +176,7 @@ class QueuedParallelStep(ParallelStep):
         return (unit.kind, unit.shard) != at_hand and self._run_here[name, *at_hand] < self._size(name)
 
     def _may_run(self, rank: int) -> bool:
-        """Whether earlier batches have run the batch's next unit, where these have to come before."""
+        """Whether the batch's next unit need not wait for earlier batches any longer."""
         unit = self._next[rank]
         return unit.kind == "update" or self._is_free(unit.kind) or self._run[unit.kind, unit.shard] == rank
 

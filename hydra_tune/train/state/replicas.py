@@ -64,7 +64,7 @@ class _ReplicaSourceTier:
                 self._host.hold(self._group, -1)
 
     def forget(self, block: Block) -> None:
-        """Release the group when the copy is given up: a failed load has not."""
+        """Release the group when the copy is given up, also after a failed load."""
         self.loaded(block)
         block.tier = None
 

@@ -15,7 +15,7 @@ user's own code reads the parameter itself, which is *pointed* at the copy for t
 computes on host tensors, the user's own code reads the mapping, and the copy only counts the bytes.
 
 Note: threads. The shares change only on the thread that runs the trial; other threads may ask for `blocks` and `place`
-meanwhile. There is no lock: both read a copy of the dictionary.
+meanwhile. There is no lock: `blocks` and `place` read a copy of the dictionary.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -93,7 +93,7 @@ class NodePoolRuntime:
         self.executor.save_to(job, folder)
 
     def read_saved(self, job: Job) -> Files:
-        """Read the state of a job as files; raises as `HydraExecutor.save_to`."""
+        """Read the state of a job as files; the errors are those of `HydraExecutor.save_to`."""
         with self._folder() as folder:
             self.executor.save_to(job, folder)
             return read_files(folder)
