@@ -1,13 +1,13 @@
 """The `training_step` and the `validation_step` of a `LightningModule`, as functions of a task.
 
-Both hold only options, flags and names, so that a trial cut into shards has little to compare before each step, and trials
-with equal steps may be fused. `epoch_values.py` makes metrics of the values logged by a validation, and `train_logs.py`
-keeps the values logged by a training. `task.py` makes the functions. The pool and `hydra_tune.train_plain` call
-`LightningStep` for the batches of a training, and `LightningEvaluation` for the batches of a validation; where there is no
-validation, `LogsAlone` takes the place of `LightningEvaluation`.
+Both hold only options, flags, names and a number, so that a trial cut into shards has little to compare before each step,
+and trials with equal steps may be fused. `epoch_values.py` makes metrics of the values logged by a validation, and
+`train_logs.py` keeps the values logged by a training. `task.py` makes the functions. The pool and `hydra_tune.train_plain`
+call `LightningStep` for the batches of a training, and `LightningEvaluation` for the batches of a validation. Where there is
+no validation, `LogsAlone` reports the `train_logs`.
 
-Note: a captured step runs this code at its capture alone, and not for each batch. So a step must not count batches in
-Python; `TrainLogs` counts in a tensor.
+Note: a captured step does not run this code for each batch. So a step must not count batches in Python; `TrainLogs` counts
+in a tensor.
 """
 
 import dis
@@ -80,7 +80,6 @@ class _ModuleStep:
     """The arguments for a step of a module.
 
     Args:
-        options: options of the `Trainer`.
         is_numbered: whether batches come with their numbers.
         takes_number: whether the method takes a number.
         logs: keeps values that `training_step` logs; None: none are kept.
@@ -165,11 +164,7 @@ class LightningEvaluation(_ModuleStep):
 
 @dataclass(frozen=True)
 class LogsAlone:
-    """Evaluates nothing, where there is no validation, and reports the logged values of the training.
-
-    Args:
-        logs: keeps the values.
-    """
+    """Evaluates nothing, where there is no validation, and reports the logged values of the training."""
 
     logs: TrainLogs
 

@@ -7,8 +7,8 @@ this module refuse the rest. People import `task_from_lightning` and `save_check
 `hydra_tune_lightning`.
 
 Note: order and streams. A trial's module is built, prepared and set up in Lightning's order, from the position of the
-random streams that Lightning would have; a draw more or less changes every number. `_ModuleFactory` runs in threads of
-the pool, and must leave the objects of other trials alone. The package must not know shards or devices.
+random streams that Lightning would have; a draw more or less changes numbers. `_ModuleFactory` runs in threads of the
+pool, and must leave the objects of other trials alone.
 """
 
 import copy
@@ -86,8 +86,8 @@ def task_from_lightning(
         The task. Change settings that a `Trainer` does not have with `dataclasses.replace(task, activations=...)`.
 
     Raises:
-        RefusedModuleError: the module, its data or an option would not be trained exactly; all reasons are named.
-        TaskError: an option that `Trainer` does not have.
+        RefusedModuleError: the module, its data or an option would not be trained exactly; the message has the reasons.
+        TaskError: an option that `Trainer` does not have, or no `max_epochs`.
     """
     train_logs = (train_logs,) if isinstance(train_logs, str) else tuple(train_logs)
     callbacks = Callbacks.of(trainer_options.pop("callbacks", None), train_logs)
@@ -170,9 +170,6 @@ class _ModuleFactory:
     """Builds a trial's module, ready to train.
 
     Args:
-        make_module: the function.
-        options: options of the `Trainer`.
-        datamodule: the datamodule; None: there is none.
         streams: position of the random streams when a module is set up, after the datamodule.
         start: position of the streams when a module is built; None: the trial's own.
         logs: keeps values that `training_step` logs; None: none are kept.

@@ -22,7 +22,7 @@ _FILES = ("journal://", "journal:", _SQLITE)
 
 
 def has_tables(url: str) -> bool:
-    """Whether a storage has Optuna's tables, or a journal has its file; creates neither the tables nor a file.
+    """Whether a storage has Optuna's tables, or a journal has its file; creates no tables.
 
     Raises:
         ConfigError: the text is no URL, or the file cannot be there, as its folder is missing.
@@ -41,8 +41,7 @@ def has_tables(url: str) -> bool:
 def check_file(url: str) -> None:
     """Refuse a missing storage file, or an SQLite file without Optuna's tables: Optuna would create the file or tables.
 
-    A search creates the tables at the beginning. A second program that creates tables at the same time makes the search fail.
-    A server's storage is not checked.
+    A second program that creates tables at the same time would make a search fail. A server's storage is not checked.
 
     Raises:
         ConfigError: the text is no URL, there is no such file, or an SQLite file has no tables of Optuna, or not all of

@@ -63,9 +63,6 @@ _OUTCOMES: Mapping[TrialState, Outcome] = {
 def run_sweep(request: SweepRequest) -> None:
     """Run a sweep as an Optuna study. An error of a single trial does not end the study, unless the observer says so.
 
-    Args:
-        request: the sweep, the pool and the observer.
-
     Raises:
         ConfigError: the storage cannot be opened, or the sampler's noted position is damaged.
         KeyboardInterrupt: Ctrl-C; every running trial was told as failed or, with checkpoints, is left to a later run.
@@ -264,16 +261,7 @@ def to_distribution(domain: Domain) -> BaseDistribution:
 
 
 def suggest(trial: Trial, name: str, domain: Domain) -> Any:
-    """Draw one parameter.
-
-    Args:
-        trial: the drawing trial.
-        name: of the parameter.
-        domain: range or choices of the parameter.
-
-    Returns:
-        Value for the task.
-    """
+    """Draw one parameter; return its value for the task."""
     match domain:
         case ChoiceDomain():
             return trial.suggest_categorical(name, domain.values)

@@ -117,11 +117,7 @@ class LeasedTrial:
 
 
 class LeasedTrialTable:
-    """All trials of a pool, by key.
-
-    Args:
-        answer_seconds: time limit of an answer to a client.
-    """
+    """All trials of a pool, by key; an answer to a client comes within `answer_seconds`."""
 
     def __init__(self, answer_seconds: float) -> None:
         self._answer_seconds = answer_seconds
@@ -161,8 +157,7 @@ class LeasedTrialTable:
     def leave(self, held: LeasedTrial, moved: MoveOutcome, seconds: float) -> MoveOutcome:
         """Note a trial's move to another pool.
 
-        The forwarding address stays valid for `seconds`, and the client may ask for it repeatedly, because answers get
-        lost.
+        The forwarding address stays valid for `seconds`: a client may ask again, because answers get lost.
         """
         self.remove(held)
         self._moved[held.request.key] = moved, time.monotonic() + seconds
