@@ -63,7 +63,6 @@ class IsolatedPoolServer:
     """One life of the pool.
 
     Args:
-        connection: connection to the program.
         known: objects shared by the program and this process since the fork.
         beginning: the supervisor's facts about earlier processes.
         make: returns a started executor, and a function from a job to the folder of its checkpoints.

@@ -40,12 +40,7 @@ SMALL_BYTES = 4096  # smaller storages stay on the device: a copy would cost mor
 
 
 class SavedStorageCopy:
-    """Host copy of a storage, shared by all saved tensors on the storage.
-
-    Args:
-        tensor: a tensor on the storage.
-        host: the copied bytes.
-    """
+    """Host copy of a storage, shared by all saved tensors on the storage."""
 
     def __init__(self, tensor: Tensor, host: Tensor) -> None:
         self.host = host

@@ -79,10 +79,7 @@ class IncomingTransfer:
     """Bytes on the way to a device.
 
     Args:
-        home: pager of the destination.
         host: host memory to copy from; None: the source is the device that holds the block until the end of the copy.
-        data: device memory to copy to.
-        copy: running or queued copy.
         lease: number of the unit beside which the copy was started.
     """
 
@@ -128,14 +125,10 @@ class Block:
     seen the end, the block is resident and `dirty`.
 
     Args:
-        kind: content of the block.
-        size: bytes of the block.
         alignment: alignment of the device in bytes; the ledger counts whole multiples.
-        state: initial state.
 
     Attributes:
         state: present state (`memory/block_states.py`).
-        past: previous states, the latest last.
         pinned_for: the pager whose unit needs the block, or the `HostBlockPin` (`block_release.py`) of work on the host;
             None: the block may move.
     """
@@ -270,12 +263,10 @@ class TensorBlock(Block):
         on_moved: receives the name of the device, or None, after each move.
 
     Args:
-        kind: content of the group.
         tensors: tensors to take over; afterwards their `.data` follows the block.
         device: device whose host memory (pinned, for a GPU) and alignment to use. Call inside `device.on_host`, unless
             the group begins loose.
         readers: readers of the tensors; None: only units read the tensors.
-        is_loose: whether the group begins loose.
     """
 
     __slots__ = (

@@ -40,9 +40,6 @@ _MAX_PLANS = 8  # kept for each kind of batch: steps that depend on values of th
 class GroupPlanCache:
     """Plans of a group's batches; each plan is for a single member, and the group stacks the plans.
 
-    Args:
-        plans: makes the plans.
-
     Attributes:
         first: the plan of a training step; decides how the group's state is cut; None before the first plan.
     """
@@ -165,10 +162,6 @@ class GroupPlanCache:
         """Group the members by what is computed together: the mode, and the plan that serves the batch.
 
         Where smaller batches are padded, members with the largest batches come first.
-
-        Args:
-            seats: members that want a batch.
-            members: all members of the group.
         """
         # Fast path for every ordinary step: all members share the
         # very same `BatchLeaves` object, so no signatures need comparing.
@@ -191,7 +184,6 @@ class GroupPlanCache:
         return self._merged(kinds)
 
     def _merged(self, kinds: Mapping[Hashable, list[GroupSlot]]) -> dict[Hashable, list[GroupSlot]]:
-        """Merge kinds of smaller batches into kinds of larger batches where padding is possible."""
         kinds_left = sorted(kinds.items(), key=lambda item: -wanted_of(item[1][0]).num_samples)
         merged_kinds: dict[Hashable, list[GroupSlot]] = {}
         while kinds_left:
@@ -208,7 +200,6 @@ class GroupPlanCache:
         return merged_kinds
 
     def _may_pad(self, small: GroupSlot, large: GroupSlot) -> bool:
-        """Return whether a member's batch may be padded and computed as a larger batch."""
         a, b = wanted_of(small), wanted_of(large)
         small_plan, large_plan = self.found(a), self.found(b)
         if (
@@ -309,7 +300,6 @@ def wanted_of(seat: GroupSlot) -> MemberBatchRequest:
 
 
 def _of_size(tensor: Tensor, size: int, shape: Sequence[int]) -> Tensor:
-    """Return an uninitialized tensor with the shape of a stacked tensor."""
     return torch.empty((size, *shape), dtype=tensor.dtype, device="cpu").requires_grad_(tensor.requires_grad)
 
 

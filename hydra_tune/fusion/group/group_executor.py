@@ -40,13 +40,11 @@ class GroupExecutor:
     """Computes batches for the members of a group.
 
     Args:
-        places: the group's slots.
         device: any device of the pool, for host memory.
 
     Attributes:
         rows: assignment of results to members for the running plan; None where all members have all results.
         numbered: the members' own plans, by slot, where Python computes inputs of the running plan from numbers.
-        round: the round under way, if any.
     """
 
     def __init__(self, places: SlotTable, device: Device) -> None:
@@ -145,7 +143,6 @@ class GroupExecutor:
     ) -> tuple[
         RoundContext, StackedBatches, BatchLeaves, Callable[[Sequence[Any]], None], Callable[[], StackedBatches | None]
     ]:
-        """Return the arguments of a `GroupRound`."""
         state = self._places.state
         assert state is not None
         first_requests = [wanted_of(bucket[0])] if like is None else [wanted_of(seat) for seat in bucket]
@@ -314,7 +311,6 @@ def are_padded(bucket: Sequence[GroupSlot]) -> bool:
 
 
 def _wants_alike(seat: GroupSlot, first: MemberBatchRequest) -> bool:
-    """Return whether a member's next batch is of the same kind as `first`."""
     request = seat.wants
     if not isinstance(request, MemberBatchRequest) or request.mode != first.mode:
         return False

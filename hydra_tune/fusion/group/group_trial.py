@@ -1,16 +1,15 @@
 """`GroupTrial`: several trials that the pool runs as a single trial.
 
 The group advances the members' own training loops (`membership.py`), picks the members whose batches run next
-(`batch_bucketing.py`), and yields units that compute all of them on stacked tensors (`group_executor.py`). A sweep of
-32 small MLPs becomes a single job this way, instead of 32 jobs that compete for the device. `GroupJobLauncher`
-(`pool/fusion/group_jobs.py`) makes a `GroupTrial` when a job in preparation has found further members, or has left a
-group; `FusionBenchmark` (`fusion/matching/group_timing.py`) makes a `GroupTrial` to time a group size; and `PairTrial`
-(`fusion/runtime/pair_trial.py`) advances two groups. In a pool, `LiveGroup` (`pool/fusion/live_group.py`) is the `desk` of
-a group, and `PairSide` (`fusion/runtime/pair_side.py`) the `desk` of a group of a pair. The module must not plan for less
-memory: `PlannedStepCache` (`fusion/runtime/planned_unit.py`) does.
+(`batch_bucketing.py`), and yields units that compute all of them on stacked tensors (`group_executor.py`).
+`GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes a `GroupTrial` when a job in preparation has found further
+members, or has left a group; `FusionBenchmark` (`fusion/matching/group_timing.py`) makes a `GroupTrial` to time a group
+size; and `PairTrial` (`fusion/runtime/pair_trial.py`) advances two groups. The module must not plan for less memory:
+`PlannedStepCache` (`fusion/runtime/planned_unit.py`) does.
 
 Note: threads. A single thread at a time advances a group, and members' code, joins, leaves and changes of size run only
-there, between two steps. Other threads may set `goes_back`, call `make_ready`, and ask `is_due`, `admits` or `knows`.
+there, between two steps. Other threads may set `goes_back` and `most`, call `make_ready`, and ask `is_due`, `admits` or
+`knows`.
 
 Note: order. Recorded and planned steps are bound to the stacked state. Recorded steps are dropped before the state is
 replaced or released. Planned steps are dropped before a new state is made, and at the end of the group.
@@ -64,8 +63,6 @@ class GroupTrial(Trial):
 
     Args:
         seats: the members, with equal fusion keys; members may have begun in another group.
-        plans: makes the group's plans.
-        library: provides plans of single members.
         device: any device of the pool, for host memory; traces are made for devices of its kind.
         desk: receives events about the slots and answers questions, on the thread that advances the group.
         host, tenant, times: as of `Trial`.
@@ -75,7 +72,6 @@ class GroupTrial(Trial):
     Attributes:
         buckets: chooses and counts the members computed together.
         captures: the recorded steps, where the group records steps.
-        records: whether the group records steps.
         hands_back: whether `close` hands unfinished members back between two steps, because another group may continue
             the members.
         goes_back: whether the group ends before its next step so that the members continue elsewhere; any thread may
@@ -363,7 +359,6 @@ class GroupTrial(Trial):
         return bucket, part, resting
 
     def _count(self, bucket: Sequence[GroupSlot], wanting: int, batches: int) -> None:
-        """Count batches of the given members, chosen from `wanting` members that wanted a batch."""
         for seat in bucket:
             seat.most_together = max(seat.most_together, len(self._places.live))
         for _ in range(batches):
@@ -391,11 +386,7 @@ class GroupTrial(Trial):
             self._make_group_state(self._group_plans.stacked(self._kinds.first, size), self.state)
 
     def make_ready(self, size: int) -> None:
-        """Make the plans for another number of slots, for every kind of batch seen so far; any thread may call.
-
-        Args:
-            size: number of slots.
-        """
+        """Make the plans for another number of slots, for every kind of batch seen so far; any thread may call."""
         if self.state is not None:
             self._kinds.make_ready(size, self.state.tensors, self._device.torch_device, self._budget_bytes)
         if self._planned is not None and self._kinds.first is not None:
@@ -505,7 +496,6 @@ class GroupTrial(Trial):
     def _may_take_turns(
         self, prepared: PreparedPlan, likeness: MemberDifferences, like: MemberBatchRequest | None
     ) -> bool:
-        """Return whether steps of the given kind may be planned in turn with another group's steps."""
         is_whole = len(prepared.plan.shards) == 1 and prepared.guard is None and self.task.accumulate == 1
         return is_whole and likeness.rows is None and like is None
 

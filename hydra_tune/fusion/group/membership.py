@@ -31,7 +31,6 @@ class MemberCoordinator:
     """Advances the members of a group.
 
     Args:
-        places: the group's slots.
         desk: receives events and answers questions about the slots, on the thread that advances the group.
         resize: changes the number of slots, if a change is due and prepared.
         compare: may compare captured steps with eager steps, where a member is about to report; raises a `TaskError` if
@@ -101,7 +100,6 @@ class MemberCoordinator:
                 return
 
     def _is_right(self, seat: GroupSlot) -> bool:
-        """Return whether no comparison shows a difference for this member; otherwise store the error in the slot."""
         try:
             self._compare(seat)
         except TaskError as error:
@@ -152,7 +150,6 @@ class MemberCoordinator:
         self._desk.ended(seat)
 
     def _take_in(self, index: int, seat: GroupSlot) -> None:
-        """Give a slot to a joining member."""
         self._places.give(index, seat)
         seat.member.is_fused = True
         try:
@@ -166,7 +163,6 @@ class MemberCoordinator:
         self._places.welcome(seat)
 
     def _leave(self, seat: GroupSlot) -> None:
-        """Let a member leave with its state."""
         self._places.leave(seat)
         self._desk.left(seat)
 

@@ -7,9 +7,8 @@ all members that want a batch take part. `PlannedRound` (`fusion/runtime/planned
 Note: contents of a round. A single lease holds parameters and optimizer state from the first step to the last. Between
 steps the members take their losses and advance to their next batches, inside the lease, on the device's thread. A round
 begins no further step after `SECONDS`, nor when a member wants anything other than a batch of the same kind (a report,
-an evaluation, its end), is to be stopped or paused, has a loss that is not finite, or has changed what the plan has baked
-in. No other trial therefore waits longer for the device, and no member longer for its end, than for a unit of a larger
-model.
+an evaluation, its end), is to be stopped or paused, has a loss that is not finite, or has changed what the plan has
+baked in.
 
 Note: out of memory. The random numbers of a step are kept until the step is over, and overwritten buffers are restored.
 A unit repeated after a failure before an update therefore resumes with the failed step; a failed update cannot be
@@ -57,12 +56,6 @@ class RoundContext:
     """The fixed inputs of a round.
 
     Args:
-        plan: the group's single-shard plan.
-        times: times of the plan's units.
-        state: the group's long-lived tensors.
-        streams: the members' random streams.
-        gradients: the group's gradient rules.
-        resting: slots of members that take no part.
         collects: as of `EvaluationBatch`.
     """
 
@@ -126,15 +119,9 @@ class GroupRound:
     """Several steps in a unit.
 
     Args:
-        rules: the fixed inputs.
-        batches: the members' first batches.
-        leaves: the first stacked batch.
         settle: takes a list with the results of each computed batch: the losses, or the values by metric, of all
             members.
         go_on: advances the members; returns their next batches, or None to end the round.
-
-    Attributes:
-        steps: number of steps run so far.
     """
 
     def __init__(
@@ -228,7 +215,6 @@ class GroupRound:
         return all(math.isfinite(loss) for index, loss in enumerate(result) if index not in self._rules.resting)
 
     def _sent(self, tensors: Sequence[Tensor], device: Device) -> list[Tensor]:
-        """Return a batch or constants where the steps compute."""
         return [sent(tensor, device.torch_device) for tensor in tensors]
 
     def _drawing(self, device: Device) -> AbstractContextManager[object]:
@@ -263,7 +249,6 @@ class GroupRound:
             return {metric: member_values(outputs[name], collects=rules.collects) for metric, name in named}
 
     def _trained(self, operands: ShardOperands, device: Device) -> list[float]:
-        """Run a training step; return the members' losses."""
         rules, trace = self._rules, self._rules.trace
         assert trace is not None
         if self._noise is None:

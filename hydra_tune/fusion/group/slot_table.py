@@ -30,8 +30,6 @@ class GroupPart:
 
     Attributes:
         slots: the slots, which are neighbours.
-        prepared: a member's plan, stacked for these slots.
-        differences: the differences between the members in these slots.
     """
 
     slots: range
@@ -43,13 +41,10 @@ class SlotTable:
     """The slots of a group.
 
     Args:
-        seats: the members.
         device: any device of the pool, for host memory.
 
     Attributes:
         seats: the slots, by index in the stack.
-        streams: the members' random streams.
-        gradients: the members' gradient rules.
         state: the stacked state; None before the first step.
         stacked: by a member's plan and whether batches are padded: the parts of the group that are computed at once.
     """

@@ -26,11 +26,7 @@ from hydra_tune.train.state.model_state import ModelState
 
 
 class StackedModule(nn.Module):
-    """Parameters and buffers of all members, stacked under the members' own names. Has no forward.
-
-    Args:
-        members: modules of the same architecture.
-    """
+    """Parameters and buffers of all members, stacked under the members' own names. Has no forward."""
 
     def __init__(self, members: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -56,13 +52,7 @@ class StackedModule(nn.Module):
 
 
 def stacked_optimizer(members: Sequence[Optimizer], first: nn.Module, stacked: nn.Module) -> StackedOptimizer:
-    """Build a single optimizer for the stacked parameters.
-
-    Args:
-        members: the members' own optimizers.
-        first: the first member's module.
-        stacked: the stacked module.
-    """
+    """Build a single optimizer for the stacked parameters."""
     names = {id(tensor): name for name, tensor in named_state(first)}
     stacked_parameters = dict(stacked.named_parameters())
     groups = [[stacked_parameters[names[id(p)]] for p in group["params"]] for group in members[0].param_groups]
@@ -70,14 +60,7 @@ def stacked_optimizer(members: Sequence[Optimizer], first: nn.Module, stacked: n
 
 
 def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimizer) -> None:
-    """Copy a member's part of a group's state to the member's own module and optimizer; no unit of the group may run.
-
-    Args:
-        state: the group's state.
-        index: the member's slot.
-        module: the member's own module, overwritten.
-        optimizer: the member's own optimizer; receives the state from the group.
-    """
+    """Copy a member's part of a group's state to the member's own module and optimizer; no unit of the group may run."""
     stacked_optimizer = state.optimizer
     assert isinstance(stacked_optimizer, StackedOptimizer), "not a group's state"
     with state.readers.reading(), torch.no_grad():

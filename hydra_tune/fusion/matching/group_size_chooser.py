@@ -33,7 +33,6 @@ class GroupSizeChoice:
 
     Attributes:
         size: number of trials to compute together; 1: no fusion.
-        why: the reason in words, with the numbers.
         timing: the measurements; None if nothing was timed.
     """
 
@@ -60,11 +59,7 @@ class UntracedPlanFactory(GroupPlanFactory):
 
 
 class GroupSizeChooser:
-    """Times steps on the requesting device, and caches the results. Thread-safe; requests are answered one at a time.
-
-    Args:
-        library: provides plans.
-    """
+    """Times steps on the requesting device, and caches the results. Thread-safe; requests are answered one at a time."""
 
     def __init__(self, library: PlanLibrary) -> None:
         self._library = library

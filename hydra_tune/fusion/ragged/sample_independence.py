@@ -51,10 +51,7 @@ class PlanBatchSpec:
     """A plan with the batch that it serves.
 
     Attributes:
-        plan: the plan of a single member.
-        state: geometry of parameters and buffers.
         inputs: tensors of the batch; only the geometry counts.
-        samples: number of samples in the batch.
     """
 
     plan: ShardPlan
@@ -175,7 +172,6 @@ class _SampleWalk:
         return 0
 
     def _check_arguments(self, a: fx.Node, b: fx.Node, numbers: Mapping[fx.Node, int]) -> None:
-        """Check that both nodes have equal arguments, except for sizes."""
         # Nodes print as positions, so equal text means equal arguments.
         place: Any = lambda leaf: _NodePosition(numbers[leaf])  # noqa: E731
         keys: list[Any]
@@ -220,7 +216,6 @@ class _SampleWalk:
         return by_size
 
     def _keeps_apart(self, node: fx.Node, given: Sequence[fx.Node], made: Any) -> bool:
-        """Return whether an operator computes each sample separately."""
         outer_before = [self._outer.get(argument, 1) for argument in given]
         if node.target in ROW_MAJOR and len(given) == 1:
             outer = outer_of(node, self._dims[given[0]], made, outer_before[0], self._samples[1])
@@ -258,8 +253,6 @@ class _SampleWalk:
 
 
 class _NodePosition:
-    """Stand-in for a node, printed as the node's position."""
-
     def __init__(self, number: int) -> None:
         self._number = number
 
@@ -281,7 +274,6 @@ def _are_sizes(a: Sequence[Any], b: Sequence[Any], samples: tuple[int, int]) -> 
 
 
 def _refused(node: fx.Node) -> UnfusableError:
-    """Return the error for an operator that may look at several samples."""
     if "batch_norm" in str(node.target):
         return UnfusableError("batch normalization looks at all samples of a batch")
     return UnfusableError(f"{node.target} may look at several samples of a batch ({node.name})")

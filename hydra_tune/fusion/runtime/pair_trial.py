@@ -45,11 +45,8 @@ class PairTrial(Trial):
 
     Args:
         sides: both sides; the first group is at least as large as the second.
-        groups: the groups of the sides.
-        library: provides plans of single members.
         device: any device of the pool, for host memory.
         desk: the delegate of the pair; each group asks its side instead.
-        planner: plans the merged steps.
         host, tenant: as of `Trial`.
 
     Attributes:
@@ -117,7 +114,6 @@ class PairTrial(Trial):
         return self._by_itself(due[0])
 
     def _both(self) -> PendingUnit:
-        """Return the unit of both groups, which are both about to make steps."""
         sides = self._sides
         first, second = (side.group.offer for side in sides)
         assert first is not None
@@ -136,7 +132,6 @@ class PairTrial(Trial):
         return self._round.unit()
 
     def _steps(self) -> StepPlanAutotuner[PairStepRunner] | None:
-        """Return the merged steps that both groups offer; None where the steps cannot run in turn."""
         first, second = (side.group.offer for side in self._sides)
         assert first is not None
         assert second is not None
@@ -167,7 +162,6 @@ class PairTrial(Trial):
         return unit
 
     def _by_itself(self, side: PairSide) -> PendingUnit:
-        """Return a unit with the steps of a single group."""
         side.pending = None
         side.go_on()  # the group sees that its offer was not run, and yields an ordinary unit
         return self._due(side)
@@ -202,7 +196,6 @@ class PairTrial(Trial):
 
     @property
     def _is_patient(self) -> bool:
-        """Whether a group that could continue still waits for the other group."""
         waiting = [side.waits_until for side in self._live if side.is_waiting and side.waits_until is not None]
         return bool(waiting) and time.monotonic() < min(waiting)
 
@@ -236,7 +229,6 @@ class PairTrial(Trial):
         self._known.clear()
 
     def _show(self) -> None:
-        """Expose state and figures of the first remaining group to readers of the trial."""
         shown = next((side.group for side in self._live), None)
         self.state = None if shown is None else shown.state
         if shown is not None:

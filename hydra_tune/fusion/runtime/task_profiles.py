@@ -33,10 +33,6 @@ from hydra_tune.task import Precision, TrainTask
 def check_plannable(task: TrainTask, prepared: PreparedPlan) -> None:
     """Refuse a task whose steps cannot be planned.
 
-    Args:
-        task: of the trial.
-        prepared: plan of the trial.
-
     Raises:
         UnfusableError: with the reason, and the alternative.
     """
@@ -80,10 +76,7 @@ class TaskProfileCache:
     Args:
         task: of any trial of the kind.
         built: the trial's module and optimizer; only read.
-        prepared: the trial's plan.
         leaves: the trial's first batch; only the geometry is read.
-        library: source of the plan.
-        profiles: measures graphs.
         device: where the graphs would run.
 
     Raises:

@@ -78,7 +78,6 @@ class SpillFolder:
         spill_dir: as returned by `check_spill_dir`.
 
     Attributes:
-        path: path of the new folder.
         descriptor: open descriptor of the folder; files are opened relative to the descriptor, so that a folder moved
             to the path is not followed.
 
@@ -166,7 +165,6 @@ def _remove_if_stale(folder: Path) -> None:
 
 
 def _empty(folder: int) -> None:
-    """Remove the files with names given by this module, the lock last."""
     names = [name for name in os.listdir(folder) if _FILE.fullmatch(name)]
     for name in (*names, LOCK):
         with contextlib.suppress(FileNotFoundError):

@@ -115,11 +115,7 @@ class RunFigures:
 
 
 def run_figures(log: RunLog) -> RunFigures:
-    """Compute the figures of a run.
-
-    Args:
-        log: of the run, with at least one unit.
-    """
+    """Compute the figures of a run."""
     # The log's times begin at the first submission, as the makespan does.
     makespan_ns = max(unit.end_ns for unit in log.units)
     devices = tuple(_device(log, name, makespan_ns) for name in log.budgets)
@@ -207,7 +203,6 @@ def _share(part: float, whole: float) -> float:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Merge spans into ordered spans, none of which touch."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -219,7 +214,6 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def _without(spans: Iterable[Span], taken: Iterable[Span]) -> list[Span]:
-    """Subtract spans from spans."""
     remaining: list[Span] = []
     holes = _joined(taken)
     first = 0

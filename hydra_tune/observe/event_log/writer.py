@@ -101,7 +101,6 @@ class EventLog:
     Attributes:
         lost: records dropped for lack of room in the buffer.
         dropped: records beyond the limit, by kind.
-        written_bytes: of the file.
     """
 
     def __init__(
@@ -284,7 +283,6 @@ class EventLog:
             self._give_up(error)
 
     def _write_all(self, descriptor: int) -> None:
-        """Write the log, from the first line to the last."""
         self._write(descriptor, [self._lines.header(self._devices, self._facts)])
         while not self._is_closing:
             self._awake.wait(_PERIOD_SECONDS)
@@ -297,7 +295,6 @@ class EventLog:
         self._say_size()
 
     def _drain(self, descriptor: int) -> None:
-        """Write all records of this moment."""
         buffer = self._buffer
         # Only this thread removes records, so this many are there, however many are appended meanwhile.
         for count in _pieces(len(buffer)):

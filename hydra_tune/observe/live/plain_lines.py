@@ -49,7 +49,6 @@ class RateLimit:
 
     Args:
         write: writes a line; may raise an `OSError`.
-        clock: returns seconds, from any origin.
     """
 
     def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:

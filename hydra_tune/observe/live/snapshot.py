@@ -27,11 +27,8 @@ class TrialView:
         number: the tuner's number, from 0.
         state: a job's state; `cancelled` for a trial stopped by a signal, `interrupted` for a trial left to a later
             run.
-        params: drawn parameters.
         value: the metric as last reported; None before the first report.
         epoch: present or last epoch, from 1; 0 before the first; None where not known.
-        epochs: epochs planned.
-        step: optimizer steps done.
         num_steps: optimizer steps planned; None where the data has no length.
         remaining_seconds: time left, as the pool estimates.
         num_shards: number of the model's shards; 0 where not known.
@@ -88,14 +85,8 @@ class DeviceView:
     """One device.
 
     Args:
-        name: such as `cpu:0`.
         busy_share: share of the time in which a unit ran, from 0 to 1: recent in a live view, overall in a summary.
-        resident_bytes: bytes on the device now.
         peak_bytes: most bytes on the device at any time.
-        budget_bytes: limit of bytes on the device.
-        bytes_in_by_kind: bytes loaded from the host.
-        bytes_out_by_kind: bytes spilled to the host.
-        bytes_across_by_kind: bytes taken over from another device.
         units: shard units run.
         loads_under_way: blocks being loaded in the background.
         bytes_in_per_second, bytes_out_per_second: recent in a live view, overall in a summary; "in" includes other
@@ -121,10 +112,7 @@ class SweepView:
     """A whole sweep.
 
     Args:
-        name: for people.
         metric: the name of the optimized metric.
-        goal: the direction.
-        status: state of the sweep.
         trials: all trials, by number.
         devices: all devices, by name.
         num_planned: trials planned for the study; None: no limit.

@@ -27,7 +27,6 @@ class LiveView(AbstractContextManager["LiveView"]):
     A view that can no longer draw, for example after the terminal has gone, ends; the block continues.
 
     Args:
-        console: the terminal.
         snapshot: returns the sweep's present state; called from another thread, about twice a second.
         recent: the last lines of the log, newest last; only read.
     """
