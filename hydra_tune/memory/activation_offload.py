@@ -83,7 +83,6 @@ class SavedTensorSpiller:
     """Sends large tensors saved by autograd to the host.
 
     Args:
-        device: device of the unit.
         stays: whether a tensor's storage stays on the device anyway (state, the batch), so that a reference is enough.
 
     Attributes:
@@ -185,11 +184,7 @@ class LazySavedTensorSpiller(SavedTensorSpiller):
     Gradients of `torch.func` refuse hooks and run as without hooks: their saved tensors stay in place.
 
     Args:
-        device, stays: as of `SavedTensorSpiller`.
         kept: receives each large tensor that is to stay in place; may send all such tensors to the host (`shed`).
-
-    Attributes:
-        is_shedding: whether the tensors have been sent to the host.
     """
 
     def __init__(self, device: Device, stays: Callable[[Tensor], bool], kept: Callable[[Tensor], None]) -> None:

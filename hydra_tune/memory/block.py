@@ -249,8 +249,7 @@ class TensorBlock(Block):
     keep their own storages until another block needs the room. Such a *loose* group counts the bytes and has no buffer.
     The first spill gathers the tensors in host memory, and from then on the group is like any other. If another object
     shares the memory (a numpy array, a detached tensor, another parameter), a copy would separate the two. The tensors
-    then stay in place, and the group merely counts as a group on the host. References held by the user's code therefore
-    stay valid.
+    then stay in place, and the group merely counts as a group on the host.
 
     Note: strays. The user's code may give a tensor other memory (`p.data = ...`, `module.double()`). From then on the
     other memory counts, and the bytes in the buffer are stale. A move leaves such a stray tensor in place until

@@ -61,10 +61,6 @@ class GroupPlanCache:
     def made(self, seat: GroupSlot, member: MemberTrial) -> PreparedPlan:
         """Return the plan for a member's request; make the plan if necessary.
 
-        Args:
-            seat: the member's slot.
-            member: provides the task for the plan: any member of the group.
-
         Raises:
             GroupBatchError: the plan cannot be stacked.
             NumberInputError: the group has needed too many plans for numbers of this kind of batch.
@@ -235,14 +231,7 @@ class GroupPlanCache:
         return [seat for seat in seats if _serves(own, wanted_of(seat))]
 
     def make_ready(self, size: int, state: Mapping[str, Tensor], place: torch.device, budget_bytes: int) -> None:
-        """Stack and trace all plans for a number of members; any thread may call.
-
-        Args:
-            size: number of members.
-            state: the group's parameters and buffers; only the geometry counts.
-            place: the device to trace for.
-            budget_bytes: as of `parts_of`.
-        """
+        """Stack and trace all plans for a number of members; any thread may call."""
         # The group's thread may add plans meanwhile, so iterate over copies.
         for plans in list(self._known.values()):
             for plan, _ in list(plans):

@@ -215,12 +215,6 @@ class GroupExecutor:
 
         Between batches each member advances to its next batch, or ends. Members that then want another kind of batch
         compute separately. The update runs when every member has had all its batches, or as many as its data had left.
-
-        Args:
-            members: members that want their first batch of the step.
-            prepare: takes the members that want a batch; returns the members computed next, the part, and the resting
-                slots.
-            advance: advances a member.
         """
         places, step = self._places, None
         batches_left = {id(seat): seat.member.task.accumulate for seat in members}

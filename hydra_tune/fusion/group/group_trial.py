@@ -70,15 +70,12 @@ class GroupTrial(Trial):
         planner: plans steps that exceed a device's memory; None: no such steps are planned.
 
     Attributes:
-        buckets: chooses and counts the members computed together.
-        captures: the recorded steps, where the group records steps.
         hands_back: whether `close` hands unfinished members back between two steps, because another group may continue
             the members.
-        goes_back: whether the group ends before its next step so that the members continue elsewhere; any thread may
-            set the flag. A group of a pair ends with the pair instead.
+        goes_back: whether the group ends before its next step so that the members continue elsewhere. A group of a pair
+            ends with the pair instead.
         takes_turns: whether the group offers its steps, to run in turn with the steps of another group.
         offer: the steps of the due unit, offered to run in turn; None where the steps cannot run in turn.
-        beside: the other group of the same job; None where the group is alone.
     """
 
     hands_back = False
@@ -507,10 +504,7 @@ class GroupTrial(Trial):
         return self._plans.library.budget.budget_bytes
 
     def _made(self, seat: GroupSlot) -> PreparedPlan:
-        """Make the plan for a member's wanted batch.
-
-        The first training step also decides how the group's state is cut.
-        """
+        """Make the plan for a member's wanted batch."""
         clipping_members = (
             live_seat.member for live_seat in self._places.live if live_seat.member.task.max_grad_norm is not None
         )
@@ -542,12 +536,7 @@ class GroupTrial(Trial):
         return self._places.stacked[own, is_padded]
 
     def _make_group_state(self, prepared: PreparedPlan, before: ModelState | None = None) -> None:
-        """Stack the members' own modules and optimizers.
-
-        Args:
-            prepared: the plan whose cuts the state follows.
-            before: the group's state at its previous size.
-        """
+        """Stack the members' own modules and optimizers."""
         built = [seat.member.built() for seat in self.seats]
         module = StackedModule([module for module, _ in built])
         optimizer = stacked_optimizer([optimizer for _, optimizer in built], built[0][0], module)

@@ -190,11 +190,6 @@ class MemberTrial(SingleTrial):
     def compare(self, library: PlanLibrary, prepared: PreparedPlan, request: MemberBatchRequest) -> bool:
         """Compare the member's own plan with the eager step once more; return whether there was a comparison.
 
-        Args:
-            library: made the plan.
-            prepared: the plan, not stacked.
-            request: a request that the plan has served.
-
         Raises:
             CaptureError: the plan gives other numbers than the eager step.
         """

@@ -61,10 +61,7 @@ class MemberCoordinator:
             yield PendingReport(step=self._waits, metrics={})
 
     def _attend(self) -> None:
-        """Process everything due between two steps.
-
-        Members end, leave and report, answered members continue, and new members join.
-        """
+        """Process everything due between two steps."""
         # First, because members that end or leave make room for those that join.
         for seat in self._places.live:
             self._attend_to(seat)

@@ -83,10 +83,7 @@ class RoundContext:
         return computing.traces.get(self.shard.graph.first)
 
     def workspace_bytes(self, leaves: BatchLeaves) -> int:
-        """Return the bytes of a step beside parameters, buffers and optimizer state.
-
-        The sum covers the batch, the gradients and the memory of the computation.
-        """
+        """Return the bytes of a step beside parameters, buffers and optimizer state."""
         cost = self.shard.cost
         inputs = sum(tensor.nbytes for tensor in (*leaves.tensors, *self.plan.constants.values()))
         update = max(cost.update_workspace, cost.first_update_workspace)
@@ -94,13 +91,7 @@ class RoundContext:
 
 
 def may_go_round(plan: ShardPlan, device: Device, budget_bytes: int) -> bool:
-    """Return whether a unit may run several batches of a plan.
-
-    Args:
-        plan: a group's plan.
-        device: any device of the pool.
-        budget_bytes: memory of the smallest device.
-    """
+    """Return whether a unit may run several batches of a plan."""
     if len(plan.shards) > 1 or getattr(device, "link", None) is not None:
         return False
     (shard,) = plan.shards

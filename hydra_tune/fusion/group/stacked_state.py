@@ -77,15 +77,7 @@ def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimi
 
 
 def put_in(state: ModelState, index: int, module: nn.Module, optimizer: Optimizer, device: Device) -> None:
-    """Copy another member into a slot of a group's state; no unit of the group may run.
-
-    Args:
-        state: the group's state.
-        index: the slot.
-        module: the member's own module; provides the weights.
-        optimizer: the member's own optimizer; provides optimizer state if it has any, and the rates from now on.
-        device: any device of the pool.
-    """
+    """Copy another member into a slot of a group's state; no unit of the group may run."""
     stacked_optimizer = state.optimizer
     assert isinstance(stacked_optimizer, StackedOptimizer), "not a group's state"
     stacked_optimizer.replace(index, optimizer)
@@ -134,14 +126,7 @@ class _Rows(Mapping[str, Tensor]):
 def adopt(
     state: ModelState, built: Sequence[tuple[nn.Module, Optimizer]], taken: Sequence[bool], device: Device
 ) -> None:
-    """Stack the state of the members' own optimizers, where at least one has taken a step.
-
-    Args:
-        state: the group's state; its optimizer has taken no step.
-        built: the members' modules and optimizers.
-        taken: whether each slot is occupied.
-        device: any device of the pool.
-    """
+    """Stack the state of the members' own optimizers, where at least one has taken a step."""
     stacked_optimizer = state.optimizer
     assert isinstance(stacked_optimizer, StackedOptimizer), "not a group's state"
     owns = [

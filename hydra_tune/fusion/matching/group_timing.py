@@ -93,9 +93,6 @@ class FusionBenchmark:
     def together(self, count: int, plans: GroupPlanFactory) -> float:
         """Return the seconds of a step of `count` trials together.
 
-        Returns:
-            Seconds of a step for all trials together.
-
         Raises:
             HydraTuneError: the trials cannot be stacked, or cannot run.
         """

@@ -34,8 +34,6 @@ class LossHead:
 
     Attributes:
         code: takes the values `made`, then the batch's `inputs`, then the `constants`.
-        made: indices of the common operators whose values the code takes.
-        constants: names and values of the head's own constants.
         results: index among the code's outputs, by name of the result.
     """
 

@@ -75,13 +75,8 @@ def with_results(plan: ShardPlan, rows: HeadAssignment) -> ShardPlan:
 class StackedPrefix:
     """The common beginning of plans with heads, on stacked members; `run` computes the beginning.
 
-    Args:
-        code: the shard's code, or similar code with stand-ins.
-
     Attributes:
-        inputs: indices of the batch's tensors that the beginning takes.
         takes: the arguments of the beginning: state, constants and batch tensors, by kind and name.
-        made: indices of the operators whose values the beginning returns.
         made_bytes: bytes of the returned values, for a single member.
 
     Raises:

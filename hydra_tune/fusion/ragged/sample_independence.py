@@ -80,11 +80,7 @@ class PlanBatchSpec:
 
 
 def counted_losses(one: PlanBatchSpec, other: PlanBatchSpec) -> dict[str, MaskedReduction]:
-    """Return the reductions over samples in the plan of the larger batch, by node name.
-
-    Args:
-        one: the plan for the smaller batch.
-        other: the plan for the larger batch, of the same trial or a trial of its kind.
+    """Return the reductions over samples in `other`, the plan of the larger batch, by node name.
 
     Raises:
         UnfusableError: the smaller batch cannot be computed as part of the larger batch; the message gives the reason.
@@ -116,12 +112,7 @@ def counted_losses(one: PlanBatchSpec, other: PlanBatchSpec) -> dict[str, Masked
 
 
 class _SampleWalk:
-    """Walks both graphs node by node, side by side.
-
-    Args:
-        samples: number of samples in the small and in the large batch.
-        inputs: positions of the batch's tensors among the graphs' arguments.
-    """
+    """Walks both graphs node by node, side by side."""
 
     def __init__(self, samples: tuple[int, int], inputs: range) -> None:
         self.counted: dict[str, MaskedReduction] = {}

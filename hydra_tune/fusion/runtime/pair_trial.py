@@ -47,10 +47,6 @@ class PairTrial(Trial):
         sides: both sides; the first group is at least as large as the second.
         device: any device of the pool, for host memory.
         desk: the delegate of the pair; each group asks its side instead.
-        host, tenant: as of `Trial`.
-
-    Attributes:
-        hands_back, goes_back: as of `GroupTrial`.
     """
 
     hands_back = False

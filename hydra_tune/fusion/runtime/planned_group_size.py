@@ -69,13 +69,6 @@ class PlannedSizeChooser:
     ) -> PlannedSizeChoice | None:
         """Return how many of some trials form a job, and whether as a group or as two groups in turn.
 
-        Args:
-            kind: key of trials with equal steps.
-            members: the built trials; only read.
-            wanted: first batch of the first trial.
-            room: number of trials that fit unplanned.
-            least_gain: required speedup per trial of planned steps.
-
         Returns:
             The compared ways with the preferred way marked; None where no comparison was possible (the log gives the
                 reason).
@@ -243,9 +236,6 @@ def compared(
 
 class _PartPlans:
     """Plans of parts, as many as the budget allows.
-
-    Args:
-        planner, stack, kept, budget: as of `compared`.
 
     Attributes:
         ways: `kept`, and all planned ways in the order of planning.

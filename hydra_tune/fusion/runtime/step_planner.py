@@ -55,9 +55,7 @@ class StackedStepSpec:
     """Tensors that a group computes on; only the geometry counts.
 
     Attributes:
-        state: stacked parameters and buffers, by name.
         groups: parameter group number of every trained parameter, by name.
-        updates: traces the update of the members' optimizers.
     """
 
     prepared: PreparedPlan
@@ -80,7 +78,6 @@ class PlannedStep:
     """A planned step of a group, or of two groups that take turns, within a device's memory.
 
     Attributes:
-        graphs: the step graph of every group.
         limit_bytes: memory limit of the plan, as of `Planner`.
     """
 
@@ -223,10 +220,6 @@ class StepPlanner:
     def replanned(self, step: PlannedStep, seconds: float) -> list[PlannedStep]:
         """Plan a step again, corrected by its measured time.
 
-        Args:
-            step: the step as first planned.
-            seconds: measured seconds of a step of all members.
-
         Returns:
             The step with a corrected prediction, followed by all different ways to run the step that fit.
         """
@@ -347,12 +340,6 @@ def stack_of(
     is_clipped: bool,
 ) -> StackedStepSpec:
     """Return the stack that a group of trials would compute on.
-
-    Args:
-        prepared: the group's plan.
-        built: modules and optimizers of the members; only read.
-        inputs: a member's batch.
-        is_clipped: whether any member clips gradients.
 
     Raises:
         UnfusableError: the optimizers have no form for all members at once.

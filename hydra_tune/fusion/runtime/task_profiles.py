@@ -74,10 +74,8 @@ class TaskProfileCache:
     """Sub-arrays of a task's kind, by size, each traced and profiled on first use.
 
     Args:
-        task: of any trial of the kind.
         built: the trial's module and optimizer; only read.
         leaves: the trial's first batch; only the geometry is read.
-        device: where the graphs would run.
 
     Raises:
         UnfusableError: the task cannot be planned; with the reason.

@@ -74,9 +74,6 @@ def check_spill_dir(path: object) -> Path:
 class SpillFolder:
     """A private folder of this process in `spill_dir`; folders left by crashed processes are removed first.
 
-    Args:
-        spill_dir: as returned by `check_spill_dir`.
-
     Attributes:
         descriptor: open descriptor of the folder; files are opened relative to the descriptor, so that a folder moved
             to the path is not followed.

@@ -47,7 +47,6 @@ class SharedTensor:
     """A tensor of a file.
 
     Attributes:
-        name: name of the tensor in its model.
         slot: shape, strides and dtype, at offset 0.
         flat: the bytes, uint8, on the host; never written.
     """

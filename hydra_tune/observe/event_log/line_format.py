@@ -31,7 +31,6 @@ class EventLogFormatter:
     part of a line that repeats at every step, all but the times, is cached.
 
     Attributes:
-        start_ns: the start.
         workers: devices by the id of their worker's thread.
     """
 

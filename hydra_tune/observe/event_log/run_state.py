@@ -33,7 +33,6 @@ class RunState:
     """A run, as far as its log says.
 
     Args:
-        started_at: time of the first submission.
         is_alive: whether the process of the run still writes the log.
         is_ended: whether the log was closed in order.
         sweep: facts that `hydra-tune sweep` has noted about its study; empty for other programs.

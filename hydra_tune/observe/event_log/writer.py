@@ -60,10 +60,6 @@ _LOGGER = logging.getLogger(__name__)
 def check_log_path(path: object, *, what: str = "event_log") -> Path:
     """Check the path of a log file and make the path absolute; missing folders will be made.
 
-    Args:
-        path: the user's value.
-        what: the name of the option, for the message.
-
     Raises:
         ConfigError: not a path, a folder, or a place not writable by this user.
     """
@@ -91,10 +87,7 @@ class EventLog:
     """The log of one pool. The first event of a job creates the file, replacing a file of the same name.
 
     Args:
-        path: of the file, as returned by `check_log_path`.
-        devices: name and budget in bytes of each.
-        facts: more for the first line: plain values by name.
-        limit_bytes: the size at which units and copies are dropped; None: no limit.
+        limit_bytes: units and copies are dropped from nine tenths of this size on; None: no limit.
         most_bytes: the file ends, with a warning, before it is larger.
         most_records: largest number of records waiting to be written.
 

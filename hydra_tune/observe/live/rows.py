@@ -28,7 +28,6 @@ class ScreenColumn(NamedTuple):
 
     Args:
         width: in columns of the screen; the last column of a line gets the rest.
-        is_right: whether text is right-aligned.
     """
 
     title: str
