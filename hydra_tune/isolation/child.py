@@ -64,7 +64,6 @@ class IsolatedPoolServer:
 
     Args:
         known: objects shared by the program and this process since the fork.
-        beginning: the supervisor's facts about earlier processes.
         make: returns a started executor, and a function from a job to the folder of its checkpoints.
     """
 

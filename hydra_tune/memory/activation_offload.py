@@ -3,10 +3,9 @@
 Units that run the user's own code cannot be cut or recomputed, so their activations are spilled instead: `Lease`
 (`lease.py`) spills in such a unit if the unit's plan says so. `train/loop/direct.py` spills once a step finds no more
 room, or in every step of a model that can be cut no finer (`LazySavedTensorSpiller`). `train/own_loop/unit_memory.py`
-only counts saved tensors with a `LazySavedTensorSpiller`, and never spills. `SavedTensorSpiller` registers saved-tensor
-hooks, copies large saved tensors to the host in `pack`, and loads the copies back in `unpack`.
-`shard/cost/eager_pilot.py` measures and checks a spiller in real runs of copies of the model, and
-`shard/execute/saved_activations.py` uses the version counters. The module must not know models or steps.
+only counts saved tensors with a `LazySavedTensorSpiller`, and never spills. `shard/cost/eager_pilot.py` measures and
+checks a spiller in real runs of copies of the model, and `shard/execute/saved_activations.py` uses the version
+counters. The module must not know models or steps.
 
 Each unit, or each step of the user's own, has a spiller of its own, without a lock. `HostMemoryQuota`
 (`train/state/host_quota.py`) reserves the host memory that the pilot has measured (`spilled_bytes`), and `Lease.count` adds
@@ -84,10 +83,6 @@ class SavedTensorSpiller:
 
     Args:
         stays: whether a tensor's storage stays on the device anyway (state, the batch), so that a reference is enough.
-
-    Attributes:
-        bytes_out, bytes_in: bytes spilled and loaded so far.
-        peak_bytes: most bytes of host copies at once.
     """
 
     def __init__(self, device: Device, stays: Callable[[Tensor], bool]) -> None:

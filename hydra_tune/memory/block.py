@@ -2,8 +2,7 @@
 
 A *group* is a block under long-lived tensors (parameters, buffers, optimizer state); the tensors are views of the
 buffer, and moving the group points the tensors at the new place. A *value* is a view of a block that lives for one
-step: an activation at a cut, a gradient, a batch tensor. Moving a whole shard costs one copy per group instead of one
-copy per tensor.
+step: an activation at a cut, a gradient, a batch tensor.
 
 `TensorGroups` (`train/state/tensor_groups.py`) makes the groups when a trial's tensors are laid out for a plan. Blocks
 of values are made by `BlockStore` (`train/state/block_store.py`) for a batch, and by `Lease` (`lease.py`) for a unit's

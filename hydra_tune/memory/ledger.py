@@ -21,7 +21,6 @@ class MemoryLedger:
     Attributes:
         limit_bytes: most bytes taken while other bytes can be freed: below the budget once the budget has proved too
             much, above the budget if a device has proved to have more.
-        used_bytes, peak_bytes: bytes taken now, and at most so far.
         recent_peak_bytes: most bytes taken since a caller set the value to the bytes taken.
     """
 

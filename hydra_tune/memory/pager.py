@@ -90,17 +90,13 @@ class Pager:
 
     Attributes:
         link: pace of the copies to and from the host, and of direct copies over the same links.
-        bytes_in, bytes_out: bytes loaded from and spilled to the host, by kind of block.
         bytes_ahead, bytes_in_vain: bytes sent ahead in the background, and the part never used by a unit.
         waiting_ns, copying_ns: nanoseconds spent by units waiting for copies, and spent by the copies.
         begins: called on the worker's thread when the blocks of a unit are resident and the unit begins to compute.
         pauses: called on the worker's thread between two steps of a unit with many steps.
-        num_leases: number of units served with their blocks.
         last_short: value of `num_leases` when room was last made.
         last_fetched: value of `num_leases` when a block last came over a link from another device.
-        owner: trial of the running unit, or of the last unit.
         caches: data kept on the device for speed, which make room before any block is spilled.
-        log: receives every copy; None: copies are not logged.
         ready_ns: time at which all needs of a unit were first met since a caller set the value to 0.
     """
 

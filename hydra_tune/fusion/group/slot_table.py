@@ -5,9 +5,9 @@ in and out between two steps; `GroupExecutor` (`group_executor.py`) reads the sl
 results.
 
 Note: joining and leaving. A group has a number of slots. Between two steps a member that has ended or is paused gives
-its slot to another member (`put_in`). The new member begins or continues its training, at whatever step the others
-are. A vacant slot is masked. A member joins and leaves by copying between the stack and its own module and
-optimizer. To change the number of slots (`resize_policy.py`), all members leave and join a new stack.
+its slot to another member (`put_in`). The new member begins or continues its training, at whatever step the others are.
+A member joins and leaves by copying between the stack and its own module and optimizer. To change the number of slots
+(`resize_policy.py`), all members leave and join a new stack.
 """
 
 from collections.abc import Sequence

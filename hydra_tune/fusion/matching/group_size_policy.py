@@ -34,7 +34,6 @@ class FusionStepTimes:
     """Measured step times.
 
     Attributes:
-        alone_seconds: a step of a single trial.
         drawing_seconds: drawing a batch from a trial's own data, which every trial does separately in either case.
         group_seconds: a step of a group with all its members, by number of members.
     """

@@ -48,10 +48,8 @@ class AutotuneResult:
     """Measured times of planned steps.
 
     Attributes:
-        sizes: members of each group.
         predicted_seconds: first prediction for a step of all members.
         seconds: measured seconds of the first way.
-        is_replanned: whether the prediction was off far enough to plan again.
         ways: all timed ways, the first way first.
     """
 

@@ -26,8 +26,6 @@ class PlannedSizeOption:
             groups with planned steps in turn.
         sizes: members of every group on the device at once.
         how: the planner's strategy, by name in the portfolio; "" where nothing is planned.
-        seconds: predicted seconds of a step of all groups; None without a plan.
-        peak_bytes: predicted peak memory; None without a plan.
         enough_bytes: memory of a device with which there would be a plan; None if unknown, or if there is a plan.
         operator_seconds: profiled seconds of the operators of each group, with everything kept; () if not profiled.
     """
