@@ -151,7 +151,6 @@ class IsolatedPoolServer:
         waits: bool,
         left: Path | None,
     ) -> None:
-        """Queue a task, resumed from the checkpoints of an earlier process if any."""
         if left is not None and generations(left):
             kept_options = ("priority", "staggered", "labels", "saved_as", "max_retries")
             options = {option: options[option] for option in kept_options} | {"resume_from": left}

@@ -125,7 +125,6 @@ class SavedTensorSpiller:
         return tensor
 
     def _moves(self, tensor: Tensor) -> bool:
-        """Whether a tensor is an ordinary and large enough tensor on the device."""
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
         return (
             plain

@@ -464,7 +464,6 @@ def _place_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _num_users(storage: torch.UntypedStorage) -> int:
-    """Number of tensors and other holders of a storage known to torch."""
     count: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001 - no public name
     return count
 

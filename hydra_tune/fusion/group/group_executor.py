@@ -248,7 +248,6 @@ class GroupExecutor:
                 step.close()
 
     def _updated(self, step: GroupStep, members: Sequence[GroupSlot]) -> Generator[PendingUnit, None, None]:
-        """Finish a step whose batches have run, for the given members."""
         # The last batch has left only its own members active.
         taking_part = {id(seat) for seat in members}
         active = [id(seat) in taking_part for seat in self._places.seats]

@@ -363,7 +363,6 @@ class GroupTrial(Trial):
             self._sizes.computed(len(self.seats), len(self._places.live))
 
     def _resize(self) -> None:
-        """Change the number of slots, if a change is due and its plans are ready."""
         live = len(self._places.live)
         if not live:
             return  # vacant slots need a live member to stand for, so the joiners take the present slots first
@@ -444,7 +443,6 @@ class GroupTrial(Trial):
     def _evaluate_in(
         self, parts: Sequence[GroupPart], bucket: Sequence[GroupSlot]
     ) -> Generator[PendingUnit, None, None]:
-        """Evaluate a batch of every given member, one part after the other."""
         like, chosen = wanted_of(bucket[0]) if are_padded(bucket) else None, {id(seat) for seat in bucket}
         members = [
             [seat for seat in self.seats[part.slots.start : part.slots.stop] if id(seat) in chosen] for part in parts
@@ -504,7 +502,6 @@ class GroupTrial(Trial):
         return self._plans.library.budget.budget_bytes
 
     def _made(self, seat: GroupSlot) -> PreparedPlan:
-        """Make the plan for a member's wanted batch."""
         clipping_members = (
             live_seat.member for live_seat in self._places.live if live_seat.member.task.max_grad_norm is not None
         )
@@ -536,7 +533,6 @@ class GroupTrial(Trial):
         return self._places.stacked[own, is_padded]
 
     def _make_group_state(self, prepared: PreparedPlan, before: ModelState | None = None) -> None:
-        """Stack the members' own modules and optimizers."""
         built = [seat.member.built() for seat in self.seats]
         module = StackedModule([module for module, _ in built])
         optimizer = stacked_optimizer([optimizer for _, optimizer in built], built[0][0], module)

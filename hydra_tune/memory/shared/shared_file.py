@@ -170,7 +170,6 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def _is_written(tensor: Tensor, source: SharedTensor) -> bool:
-    """Whether the user of a mapping has written to a tensor."""
     has_own_pages = _has_own_pages(tensor.data_ptr(), source.flat.numel())
     return not torch.equal(whole_storage(tensor.detach()), source.flat) if has_own_pages is None else has_own_pages
 
