@@ -16,7 +16,8 @@ class MemoryLedger:
     """Counts the bytes taken on a single device or on the host. Safe to call on any thread.
 
     Args:
-        budget_bytes: most bytes for a single unit, and never exceeded unless a device has proved to have more.
+        budget_bytes: most bytes for a single unit, and never exceeded unless a device has proved to have more, or a
+            `HostLedger` is overdrawn.
 
     Attributes:
         limit_bytes: most bytes taken while other bytes can be freed: below the budget once the budget has proved too
@@ -35,7 +36,7 @@ class MemoryLedger:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that are never exceeded."""
+        """Bytes that `try_take` never exceeds."""
         return max(self.budget_bytes, self.limit_bytes)
 
     def try_take(self, nbytes: int, *, to_the_last: bool = False) -> bool:
