@@ -103,7 +103,7 @@ class GroupSizeChooser:
             # The lock is held while steps are timed: concurrent probes would disturb each other's times.
             choice = self._chosen(kind, member, wanted, device, sum(num_steps), most)
             if choice.size == 1:
-                # If so many steps did not pay, fewer steps will not pay either.
+                # Fewer steps of as many trials will not pay either.
                 self._refused[kind] = max(sum(num_steps), self._refused.get(kind, 0))
         _LOGGER.info("%s", choice.why)
         return choice

@@ -4,8 +4,8 @@ Each of the two groups is an ordinary group, with its own slots, state, plans an
 stopped and saved, leave and join there. `PairTrial` advances both groups. When both are about to make training steps on
 the same kind of batch, the steps form a single unit (`paired_unit.py`). All other work runs separately, so every member
 gets the same bits as in its group alone. `GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes a `PairTrial` when the
-members found for a job are to train as two groups in turn, and `LiveGroup` (`pool/fusion/live_group.py`) treats the pair
-like a group. The pool runs the pair like any trial. The module must not decide on swaps: the planner does.
+members found for a job are to train as two groups in turn, and `LiveGroup` (`pool/fusion/live_group.py`) treats the
+pair like a group. The module must not decide on swaps: the planner does.
 
 Note: staying together. A group that is about to train waits while the other has other work to do. While the other waits
 for answers to reports, the group waits no longer than members of a group wait for each other. If the groups want

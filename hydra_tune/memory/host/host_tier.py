@@ -31,9 +31,9 @@ waits for `take`:
   the bytes as well. A block on the way therefore never keeps another block from room. Room for a background write-back
   is only offered (`offer`), at once or not at all.
 * The tier cannot give up bytes reserved by trials (`admit`) and blocks wanted whole. Each trial declares its largest
-  reservation and its largest block before the first block exists, and is admitted only if the largest of all blocks
-  fits beside all reservations. A trial not yet admitted may have to wait for reservations of other trials; such a trial
-  holds no lock and is told when it is stopped.
+  reservation and its largest block before a block of that size exists, and is admitted only if the largest of all
+  blocks fits beside all reservations. A trial not yet admitted may have to wait for reservations of other trials; such
+  a trial holds no lock and is told when it is stopped.
 * A trial wanted whole may overdraw the ledger. Meanwhile every other trial overdraws as well instead of waiting,
   because the trial wanted whole may wait for a block held by another trial.
 * A copy refused by the disk stays, and another copy goes. If no copy can go any more, the trial with most of the
