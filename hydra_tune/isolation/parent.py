@@ -379,7 +379,6 @@ class IsolatedPoolClient:
             entry.job.events.put((Failed if result.status == "failed" else Finished)(entry.job, result))
 
     def _end(self) -> None:
-        """End all jobs after the last process has ended."""
         with self._lock:
             self._connection = None
             self._error = self._error or HydraTuneError(
@@ -426,7 +425,6 @@ def _turns() -> dict[int, str] | None:
 
 
 def _metrics(entry: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of an entry of a history."""
     return {name: value for name, value in entry.items() if name not in ("step", "epoch", "seconds")}
 
 

@@ -26,11 +26,7 @@ from hydra_tune.train.rng.rng_streams import RandomStreams
 class GroupStreams(RandomStreams):
     """Random streams that a group's units draw from.
 
-    Args:
-        members: the members' own streams.
-
     Attributes:
-        active: whether each member draws.
         probabilities: as of `GroupGenerator`, for the running plan.
     """
 
