@@ -1,9 +1,9 @@
 """Parsing and formatting of bytes and seconds.
 
 The module handles only text and numbers and knows nothing of tensors or devices. `ExecutorSettings`
-(`pool/runtime/settings.py`) and `HydraExecutor` (`executor.py`) parse the sizes and times among the options of a new
-executor, `TrainTask` (`task.py`) parses `split_operators`, and `cli/sweep_file/sweep_model.py` checks the sizes and times
-of a sweep file. Error messages and tables of all packages format bytes and seconds here.
+(`pool/runtime/settings.py`) and `HydraExecutor` (`executor.py`) parse sizes and times among the options of a new
+executor, `TrainTask` (`task.py`) parses `split_operators`, and `cli/sweep_file/sweep_model.py` checks the sizes and
+times of a sweep file.
 """
 
 import math

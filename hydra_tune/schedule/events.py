@@ -96,8 +96,6 @@ class JobRejected:
 class UnitFinished(NamedTuple):
     """A job's unit on a device is done.
 
-    A tuple, because the driver makes an event for every unit, and tuples are fast to make.
-
     Args:
         job: the job.
         device: the device that ran the unit.

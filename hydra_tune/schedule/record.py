@@ -73,7 +73,7 @@ class JobTimeEstimate:
 
 
 class JobPhase(StrEnum):
-    """Phase of a job's life. A job that is over has no phase: the scheduler has forgotten the job."""
+    """Phase of a job's life. A job that is over has no phase."""
 
     QUEUED = "queued"
     """Submitted; holds nothing."""
@@ -100,7 +100,7 @@ class JobRecord:
         staggered: whether the job was submitted as staggered.
         phase: present phase.
         stopped: whether the job ends with its present work; only while preparing or running.
-        paused: whether the user holds the job back; takes effect once nothing of the job is under way.
+        paused: whether the user holds the job back.
         ready: units that are ready or held back, in the order of execution; while other units of the job run, ready
             units are offered to otherwise idle devices.
         running: the running unit by device.

@@ -1,7 +1,7 @@
 """`SweepMonitor`: a `SweepView` of a pool's jobs, for drivers in Python.
 
 `shown` (`live.py`) takes a snapshot each time the display is drawn; `HydraExecutor` (`hydra_tune/executor.py`) adds the
-pool's jobs at the start of `HydraExecutor.live`, and each new job after. The module must change no job.
+pool's jobs at the start of `HydraExecutor.live`, and each new job after.
 
 Note: lock. A monitor reads jobs under its own lock, and calls `ended` after releasing the lock.
 """

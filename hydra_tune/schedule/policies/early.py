@@ -1,7 +1,6 @@
 """`EarlyBinding`: binds a device's next job while the previous unit still runs, for comparison with late binding.
 
-Late binding is the default of the package; HYDRA binds early, for its double buffer. `LRTFPaper` (`lrtf_paper.py`)
-wraps each selection in an `EarlyBinding` when made with `idle_only=True`.
+`LRTFPaper` (`lrtf_paper.py`) wraps each selection in an `EarlyBinding` when made with `idle_only=True`.
 """
 
 from hydra_tune.schedule.policies.policy import JobView, Selection, SpeedAware

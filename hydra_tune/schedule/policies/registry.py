@@ -3,7 +3,6 @@
 `ExecutorSettings` (`pool/runtime/settings.py`) makes the policy when an executor is made, `simulate/engine/simulator.py`
 at the start of a simulation, and `simulate/recorded/replay.py` at the start of a replay. `cli/sweep_file/sweep_model.py`
 checks the name in a sweep file, and `cli/commands/sweep.py` and `cli/commands/simulate.py` check the name of an option.
-Callers import the functions from `hydra_tune.schedule`. The module must import no torch.
 """
 
 import difflib

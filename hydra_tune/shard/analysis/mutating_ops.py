@@ -1,8 +1,7 @@
 """Finds operators that only overwrite an existing tensor: on tensors without bytes such operators change nothing.
 
-Following such operators on fake tensors would take far longer than the result is worth: an optimizer's update consists
-of little else. `RehearsalFakeMode` (`shard/fake/fake_world.py`) and the pilot of updates (`shard/cost/update_pilot.py`)
-ask before each operator, and skip such operators.
+`RehearsalFakeMode` (`shard/fake/fake_world.py`) and the pilot of updates (`shard/cost/update_pilot.py`) ask before each
+operator, and skip such operators.
 """
 
 import functools

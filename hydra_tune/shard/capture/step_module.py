@@ -34,10 +34,7 @@ def loss_itself(loss: Tensor) -> Tensor:
 
 
 def objective(divisor: int, scale: Tensor | None, share: float = 1.0) -> Objective:
-    """Return an objective: the loss times the share of a batch, over a divisor, times the loss scale.
-
-    The operations and their order are the same as in a plain loop, for equal rounding.
-    """
+    """Return an objective: the loss times the share of a batch, over a divisor, times the loss scale."""
 
     def from_loss(loss: Tensor) -> Tensor:
         # No multiplication by 1 and no division by 1: a plain loop has neither of the two operators.

@@ -4,13 +4,12 @@
 `optimizer_placement="auto"`, when a trial's first training step is cut.
 
 Note: the rule. A step with updates on the device moves parameters, gradients and optimizer state that do not fit beside
-each other. A step with updates on the host moves the gradients down and the parameters up, whatever fits, moves no
-state, and is cut into fewer shards. The traffic of both is simulated (`traffic_model.py`) and converted to seconds by
-the speed of the device's link, measured once. The host's own time is the time of the user's optimizer, tried on a
-stand-in, but not less than the time for the touched bytes at the speed of the host's memory, measured once. Updates on
-the host overlap with the following backward units if there is a free core and no update waits for all gradients; the
-last update never overlaps. The placement with the shorter expected step is chosen, and the device if both are about
-equal.
+each other. A step with updates on the host moves the gradients down and the parameters up, whatever fits, and moves no
+state. The traffic of both is simulated (`traffic_model.py`) and converted to seconds by the speed of the device's link,
+measured once. The host's own time is the time of the user's optimizer, tried on a stand-in, but not less than the time
+for the touched bytes at the speed of the host's memory, measured once. Updates on the host overlap with the following
+backward units if there is a free core and no update waits for all gradients; the last update never overlaps. The
+placement with the shorter expected step is chosen, and the device if both are about equal.
 
 Note: unknowns. The times of a GPU's units are unknown on the host and small compared with the copies, so the times are
 left out, and so is a GPU's own update. On CPU devices the times of units are estimated, and an update takes the same

@@ -73,10 +73,7 @@ def foreseen_whole(packer: ShardPartitionPlanner, task: TrainTask, plan: ShardPl
 
 
 def _packed(packer: ShardPartitionPlanner, request: ShardPlanRequest, step: CapturedStep) -> ShardPartition:
-    """Cut with updates on the device, if possible.
-
-    The choice by "auto" would use a clock, which is not allowed here.
-    """
+    """Cut for the placement asked for; of "auto", which would use a clock, for the device, or for the host if nothing fits."""
     placement = packer.budget.optimizer_placement
     try:
         return packer.packed_for(request, step, updates_on_host=placement == "host")

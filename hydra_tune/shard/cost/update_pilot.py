@@ -4,8 +4,7 @@ The module uses only the interface of `torch.optim.Optimizer`, so a user's class
 (`shard/partition/plan_cache.py`) makes a pilot for each training step that needs a plan, and the optimizer checks in
 `shard/verify/`, `update_seconds` (`optimizer_placement.py`) and rehearsals (`train/timing/fake_trial.py`) step stand-ins
 made by this module. `shard/execute/eager_plan.py` makes a pilot for a step that is never captured. `ModelState`
-(`train/state/model_state.py`) and `fusion/matching/fusion_key.py` ask here about a user's own `zero_grad`. The module must
-not know the pager.
+(`train/state/model_state.py`) and `fusion/matching/fusion_key.py` ask here about a user's own `zero_grad`.
 
 Note: stand-ins. A step of a stand-in must change nothing of the trial: a stand-in has parameters, state and containers of
 its own, and `trying` puts back the objects that a stand-in shares with the trial's optimizer, and the random streams. The
