@@ -41,10 +41,6 @@ class DeviceSlowed:
     """A device computes at another speed from now on, slower or faster.
 
     Only a simulation hands in this event: a pool measures no speeds, and takes every device for nominal.
-
-    Args:
-        device: the device.
-        speed: as for `DeviceAdded`.
     """
 
     device: str

@@ -60,12 +60,6 @@ def decide_again(
 ) -> list[SchedulerDecision]:
     """Replay the events of a scheduler on a new scheduler.
 
-    Args:
-        decisions: decisions of the original scheduler.
-        policy: the same policy, or another.
-        max_concurrent: the original value.
-        admission: the original value.
-
     Returns:
         The new decisions: exactly the same if the policy is the same.
 

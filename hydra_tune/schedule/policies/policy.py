@@ -134,9 +134,6 @@ class BindsEarly(Protocol):
     def bound_to(self, device: str) -> str | None:
         """Return the job already bound to a device.
 
-        Args:
-            device: the device.
-
         Returns:
             The job's name, if the job is eligible; None if no job is bound.
         """

@@ -66,9 +66,6 @@ def make_policy(policy: str | Policy) -> Policy:
 def check_policy_name(name: str) -> None:
     """Refuse an unknown policy name, without running code of an installed package.
 
-    Args:
-        name: a name in `POLICIES`, or of an entry point in the group `ENTRY_POINTS`.
-
     Raises:
         ConfigError: an unknown name.
     """

@@ -18,10 +18,6 @@ from hydra_tune.shard.capture.step_capture import named_state
 def check_state(before: Mapping[str, Tensor], model: nn.Module) -> None:
     """Refuse a model whose code has added, removed or replaced parameters or buffers.
 
-    Args:
-        before: the model's parameters and buffers before its code ran.
-        model: the model after its code has run.
-
     Raises:
         TaskError: a tensor was added, removed or replaced; the message gives the name and a remedy.
     """

@@ -20,10 +20,6 @@ _COPYING = (_ATEN.copy_.default, _ATEN.fill_.Scalar, _ATEN.fill_.Tensor, _ATEN.z
 def overwritten(func: Any, args: Any) -> Tensor | None:
     """Return the first argument of an operator that only overwrites its elements, if the argument has no bytes.
 
-    Args:
-        func: the operator.
-        args: positional arguments of the operator.
-
     Returns:
         The operator's result; None if the operator must run.
     """

@@ -40,7 +40,6 @@ class OpaqueCall:
         arguments: arguments of `apply`, with `_TENSOR` in the place of tensors.
 
     Attributes:
-        function: as given.
         is_single: whether the Function returns a tensor, and no tuple.
         reads_state: whether the Function reads Python state, which may have changed before a batch that waits is run.
         keeps_tensors: whether the Function keeps tensors beside those of `save_for_backward`. Nobody could move such

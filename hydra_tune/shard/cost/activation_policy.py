@@ -8,8 +8,7 @@ room; otherwise the activations go to the host and come back, at the cost of two
 activations are kept if keeping saves more seconds than two copies take, with no copy time hidden behind other work. The
 activations are also kept if keeping saves any time and all units of the trial fit beside all kept activations, so that
 the activations never move. Shards are tried from the last to the first, because the activations of the last shard wait
-for the shortest time. The pager handles kept activations like any other block, so a wrong choice costs time but never
-room.
+for the shortest time. The pager handles kept activations like any other block.
 
 Source: the choice between swap and recompute of mu-TWO (section 4.3), for shards instead of tensors. Differs: idle
 times are not weighed, because the pager spills the kept activations with the most distant next use first.

@@ -131,11 +131,7 @@ def choose_placement(
 def update_seconds(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float:
     """Seconds of an optimizer's update on the host, on a single core, per byte of parameters.
 
-    The time is measured on a stand-in for the largest parameter.
-
-    Args:
-        optimizer: a trial's optimizer; only read.
-        parameters: the optimizer's parameters.
+    The time is measured on a stand-in for the largest parameter. The optimizer is only read.
     """
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     largest = max((p for p in parameters if id(p) in groups), key=lambda p: p.numel(), default=None)

@@ -1,8 +1,7 @@
 """Finds the operators of a model to cut for `split_operators`, and the positions of the cuts; refuses others with a reason.
 
 `split_operators` (`operator_splitting.py`) asks an `OperatorTree` for all cuts before the first weight is taken apart. The
-module knows modules and their parameters, and must change nothing: a refusal leaves the model whole. The module must not
-know plans.
+module knows modules and their parameters, and must change nothing: a refusal leaves the model whole.
 """
 
 import difflib

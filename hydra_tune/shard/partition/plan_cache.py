@@ -1,7 +1,7 @@
 """The library of plans: captures, cuts, pilots and verifies a kind of step for the first trial that asks, and keeps the plan.
 
 A library serves a single pool (`pool/runtime/settings.py` makes both), because the devices of the pool decide the budget of
-every cut. A thousand trials that differ only in learning rate pay for a single capture.
+every cut.
 
 A trial (`train/loop/plan_cache.py`) asks for a plan when a new kind of batch comes; so do fused groups
 (`fusion/compile/batched_plan_cache.py`) and, with the library of `for_plans`, the trials of a dry run
@@ -299,14 +299,8 @@ class PlanLibrary:
     ) -> StepCostEstimate | None:
         """Predict the cost of a step of such batches without a clock.
 
-        A step that can be cut runs only to answer questions of its Python about the batch. A step that cannot be cut runs
-        on a copy, which measures its memory.
-
-        Args:
-            task: describes the step, including the number of pieces of a batch.
-            model: the trial's module; only read.
-            optimizer: the trial's optimizer; only read.
-            batch: a piece of a batch; only read.
+        A step that can be cut runs only to answer questions of its Python about the batch. A step that cannot be cut
+        runs on a copy, which measures its memory. Model, optimizer and batch are only read.
 
         Returns:
             The prediction; None if the step would not fit.

@@ -8,8 +8,7 @@ cutting the first training step of a trial into the largest shards. By default t
 copies cross a link.
 
 The choice uses only the pilot's knowledge and no clock, so the same task on the same budget is always cut in the same
-places. The time of a step is another matter. More shards mean more units and a smaller last shard, the only shard whose
-forward is never recomputed; on fast links more units can cost more than the saved bytes (docs/explanation/memory.md).
+places.
 
 Source: task packing and the tuner of Harmony (Li et al., section 3). Differs: batches are as large as the task says,
 because other sizes give other numbers; and a shard is a single pack for forward and backward, because larger packs of

@@ -108,7 +108,7 @@ def noting_files(noted: dict[str, FileHolder]) -> Iterator[None]:
     """Context in which `noted` receives a holder for each file and folder that the thread's Python is about to read.
 
     Files of installed packages and of the system, code files (`_OF_PROGRAMS`), and files that are only written are left
-    out, and so is all that torch's compiler asks for. One thread at a time may be inside.
+    out, and so is all that torch's compiler asks for.
 
     Raises:
         CaptureError: code in the context has read too many files to look at them before each step.

@@ -82,7 +82,7 @@ _SCHEDULE_METHODS = frozenset({"step", "get_lr", "state_dict", "load_state_dict"
 _OF_PROCESS = random.random.__self__  # type: ignore[attr-defined]
 """The object behind the functions of `random`; for a trial's thread, the trial's stream (`train/rng/own_python.py`).
 
-`plan_check.py` refuses a step that draws from the object.
+`shard/verify/plan_check.py` refuses a step that draws from the object.
 """
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",

@@ -407,12 +407,7 @@ class TaskStateGuard:
 
 
 def shares_state(task: TrainTask, mode: str) -> bool:
-    """Whether the step reaches an object, container, array or tensor that another trial under way reaches, too.
-
-    Args:
-        task: the task of the step.
-        mode: "train" or "evaluate".
-    """
+    """Whether the step reaches an object, container, array or tensor that another trial under way reaches, too."""
     walk = walked(step_functions(task, mode), None, keeps_tensors=False, is_lenient=True)
     own = {holder.owner for holder in walk.holders if holder.owner}
     return not own.isdisjoint(TaskStateGuard.owners_of_others(task))
@@ -428,11 +423,6 @@ def names_parameters(scheduler: object) -> bool:
 
 def check_own_copy(task: TrainTask, module: nn.Module, mode: str) -> None:
     """Refuse a step that reaches the model by other ways than its argument: a step on a copy would use the original.
-
-    Args:
-        task: the task of the step.
-        module: the trial's model.
-        mode: "train" or "evaluate".
 
     Raises:
         TaskError: a function of the step, or of the model, holds the model or a part of it; or as of `PythonStateGuard`.
@@ -481,11 +471,6 @@ def _reads_gradients(function: FunctionType, gradient_names: frozenset[str]) -> 
 
 def check_gradients(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> None:
     """Refuse code that reads gradients which units do not leave on the parameters: of earlier batches, or of no update.
-
-    Args:
-        task: the task of the steps.
-        module: the trial's model.
-        optimizer: the trial's optimizer.
 
     Raises:
         TaskError: as said.
