@@ -1,11 +1,11 @@
 """`CodeWalk`: the part of a walk that follows functions, classes and attributes by the names in their code.
 
 `ReachableValues` (`reachable_values.py`) adds the values of all other kinds. The walk follows no code of an installed
-package. Of a function that a factory or decorator of a package returns, the walk notes the variables and defaults, or
-follows the function that a wrapper names as wrapped. Of an object of the user's, the walk notes the attributes that the
-walked code names; of an object of an installed package, all attributes, unless `_NOT_FOLLOWED` has the package. Where code
-reads attributes by any name (`takes_all`), all attributes of an object count. The module must not import captures, plans or
-trials, and a walk must not call the functions that the walk follows, or change a value.
+package. Of a function that a factory or decorator of a package returns, the walk follows the wrapped function alone;
+without a wrapped function, the walk notes the variables and defaults. Of an object of the user's, the walk notes the
+attributes that the walked code names; of an object of an installed package, all attributes, unless `_NOT_FOLLOWED` has the
+package. Where code reads attributes by any name (`takes_all`), all attributes of an object count. The module must not
+import captures, plans or trials, and a walk must not call the functions that the walk follows, or change a value.
 """
 
 import abc

@@ -5,9 +5,10 @@ notes the files. `PlanLibrary` (`shard/partition/plan_cache.py`) looks at the fi
 `PythonStateGuard.watch` adds their holders to the guard of each trial that uses the plan. The module must not import
 captures, plans or trials.
 
-Note: threads. The functions are replaced for the whole process, and note the calls of the capture's thread alone. So files
-that another thread, another process, or the C++ code of an extension module reads remain unseen. One thread at a time may
-be inside `noting_files`.
+Note: threads. The functions are replaced for the whole process, and note the calls of the capture's thread alone. So
+files that another thread, another process, or the C++ code of an extension module reads remain unseen, and so do calls
+of a function that a module of the user's has imported by name (`from io import open`). One thread at a time may be
+inside `noting_files`.
 """
 
 import builtins
