@@ -23,10 +23,6 @@ class NextJobPredictor:
     """Tracks which job each device's buffer is for, and keeps the other eligible jobs in order.
 
     Not thread-safe, like the scheduler, whose views `NextJobPredictor` reads: a pool calls both under its lock.
-
-    Args:
-        policy: policy that provides the selections.
-        scheduler: scheduler that provides the views.
     """
 
     def __init__(self, policy: Policy, scheduler: Scheduler) -> None:

@@ -51,10 +51,7 @@ class JobTimeEstimate:
     def finish(self, predicted_seconds: float, measured_seconds: float, remaining_seconds: float | None) -> None:
         """Account for a finished unit.
 
-        Args:
-            predicted_seconds: predicted time of the unit.
-            measured_seconds: measured time of the unit.
-            remaining_seconds: a new prediction of the remaining time, or None to correct the last prediction.
+        Without `remaining_seconds`, the estimate corrects the last prediction.
         """
         self.done_seconds += measured_seconds
         if remaining_seconds is not None:

@@ -268,9 +268,6 @@ class SchedulerStateDraft:
 
     Behaves like the state, which stays unchanged until `commit`. Records are copied on first access, so a draft costs
     O(records touched), not O(jobs).
-
-    Args:
-        state: the state.
     """
 
     def __init__(self, state: SchedulerState) -> None:

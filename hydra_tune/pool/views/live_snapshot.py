@@ -50,12 +50,7 @@ class SweepMonitor:
                 self._views[number] = TrialView(number=number, state=job.state, name=job.name, epochs=job.task.epochs)
 
     def snapshot(self, stats: PoolStats, *, is_over: bool = False) -> SweepView:
-        """Return the present view of the jobs.
-
-        Args:
-            stats: statistics of the pool.
-            is_over: whether the display has ended.
-        """
+        """Return the present view of the jobs."""
         with self._lock:
             ended_views = [self._look(number, job) for number, job in list(self._jobs.items())]
             view = SweepView(

@@ -13,9 +13,6 @@ class EarlyBinding:
     starts never follows itself. A bound job waits for its device, even if another device becomes free. Only when no
     unbound job is left may another device take a bound job, the earliest submitted first, because no device idles while
     a job waits.
-
-    Args:
-        selection: the wrapped selection.
     """
 
     def __init__(self, selection: Selection) -> None:

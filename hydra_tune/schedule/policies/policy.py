@@ -104,9 +104,6 @@ class Selection(Protocol):
     def choose(self, device: str) -> JobView:
         """Choose the next job of `device`; the scheduler then calls `remove` with the choice, and a predictor need not.
 
-        Args:
-            device: an idle device.
-
         Returns:
             One of the views added and not removed; there is at least one.
         """

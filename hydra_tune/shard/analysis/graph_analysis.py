@@ -114,10 +114,7 @@ def placeholders(
 def analyse(captured: CapturedStepGraph, specs: dict[str, StateSpec], batch: tuple[Tensor, ...]) -> GraphAnalysis:
     """Run the graph on fake tensors and find the allowed cuts.
 
-    Args:
-        captured: the graph.
-        specs: the model's state by canonical name.
-        batch: tensors of a batch, for their geometry only.
+    Of `batch`, only the geometry is used.
 
     Raises:
         CaptureError: the graph overwrites a parameter or its batch, so that no part could be computed a second time.

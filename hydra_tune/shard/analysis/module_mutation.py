@@ -44,10 +44,7 @@ def check_still_frozen(frozen: Mapping[str, Tensor]) -> None:
 
     Gradients, optimizer state and their memory are planned for the parameters that require gradients at the start of a
     trial. Freezing such a parameter later, and thawing the parameter again, equals not using the parameter and needs no
-    plan.
-
-    Args:
-        frozen: parameters without gradients at the start of the trial.
+    plan. `frozen` has the parameters without gradients at the start of the trial.
 
     Raises:
         TaskError: such a parameter requires gradients now.

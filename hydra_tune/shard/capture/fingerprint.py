@@ -7,7 +7,7 @@ alone, without its closure, and an attribute that is a Python module by its name
 (`shard/partition/plan_request.py`) and `MemberTrial` (`fusion/group/member.py`) therefore add the digest of a
 `PythonStateGuard`, which follows more of the user's values. A model with an object that has no key is captured afresh.
 
-`key_of` makes the key at each request for a plan, `fusion/matching/fusion_key.py` once a trial that may join a group is
+`key_of` makes the key of a request for a plan, `fusion/matching/fusion_key.py` once a trial that may join a group is
 built, and `pool/dry_run/report.py` for each trial of a forecast. `MemberTrial` makes a key of a member's model, too.
 `shard/cost/update_pilot.py` keeps its measurements by `optimizer_key`, and the keys of plans contain the result.
 

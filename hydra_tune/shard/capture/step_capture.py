@@ -1,11 +1,11 @@
 """Captures model and step as a flat graph of aten operators, by `torch.export(strict=False)`.
 
 The graph takes state, constants and batch tensors as inputs and holds no tensor of any trial, so a capture serves every
-trial of the same architecture. `captured_graph` (`shard/partition/trial_step.py`) calls `capture` for each new kind of
-batch; the pilot (`shard/cost/pilot.py`) and the splitter (`shard/partition/subgraph.py`) then read the `CapturedStepGraph`
-while a plan is made. The modules of `train/` and `fusion/` list a model's tensors by `named_state`, in the same order and
-under the same names. The names must not change, because saved checkpoints have the tensors under these names. Modules that
-refuse a step word the reason by `describe`.
+trial of the same architecture. `captured_graph` (`shard/partition/trial_step.py`) calls `capture`; the pilot
+(`shard/cost/pilot.py`) and the splitter (`shard/partition/subgraph.py`) then read the `CapturedStepGraph` while a plan is
+made. The modules of `train/` and `fusion/` list a model's tensors by `named_state`, in the same order and under the same
+names. The names must not change, because saved checkpoints have the tensors under these names. Modules that refuse a step
+word the reason by `describe`.
 
 Note: `capture` changes flags of torch, `Function.apply` and `sys.stderr` for the whole process, so the caller holds the
 gate (`capture_lock.py`) alone.
@@ -98,11 +98,8 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Copy a model with the Python attributes of its parameters, which `copy.deepcopy` leaves out.
 
-    An attribute that cannot be copied stays away, and code that reads the attribute fails by its name.
-
-    Args:
-        model: the model.
-        memo: as of `copy.deepcopy`: copies made before, by the id of the original.
+    An attribute that cannot be copied stays away, and code that reads the attribute fails by its name. `memo`, as of
+    `copy.deepcopy`, has copies made before, by the id of the original.
     """
     memo = {} if memo is None else memo
     twin = copy.deepcopy(model, memo)

@@ -230,14 +230,9 @@ def _tensor(name: str, value: object) -> Tensor | None:
 
 
 def step_module(task: TrainTask, model: nn.Module, mode: str, *, sets_mode: bool = True) -> TrainStep | EvaluateStep:
-    """Return the module to capture for `mode` ("train" or "evaluate").
+    """Return the module of a step in a mode ("train" or "evaluate"), to capture or to run.
 
-    Args:
-        task: describes the step.
-        model: the model of the step.
-        mode: "train" or "evaluate".
-        sets_mode: whether the model is switched to the mode, as where a pass begins; a later step of the pass goes on in
-            the modes that the earlier steps have left.
+    Without `sets_mode`, as for a later step of a pass, the model keeps the modes that earlier steps have left.
     """
     wrapper: TrainStep | EvaluateStep = TrainStep(model, task) if mode == "train" else EvaluateStep(model, task)
     if sets_mode:

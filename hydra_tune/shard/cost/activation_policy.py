@@ -53,11 +53,7 @@ class ActivationBudget:
 def keeping(plan: ShardPlan, pilot: ShardPilot, wanted: Activations, room: ActivationBudget) -> ShardPlan:
     """Return the plan with the activations of all shards kept, where keeping is possible and the units still fit a device.
 
-    Args:
-        plan: plan that recomputes everywhere.
-        pilot: pilot of the plan's step.
-        wanted: choice of the task.
-        room: available room.
+    `plan` recomputes everywhere.
 
     Returns:
         A plan with other `activations` and costs of its shards; `plan` itself if nothing can be kept.
@@ -115,8 +111,6 @@ class MeasuredActivationChoice:
     Args:
         plan: plan that recomputes everywhere.
         kept: plan that keeps everything that can be kept.
-        link: measured speed of copies.
-        room: available room.
     """
 
     def __init__(self, plan: ShardPlan, kept: ShardPlan, link: LinkCostModel, room: ActivationBudget) -> None:
@@ -125,9 +119,7 @@ class MeasuredActivationChoice:
     def made(self, running: ShardPlan, seconds: UnitSeconds) -> tuple[ShardPlan, UnitSeconds]:
         """Return the chosen plan, and the expected seconds of its units.
 
-        Args:
-            running: the plan whose units were measured.
-            seconds: measured seconds of the units of `running`.
+        `seconds` are the measured seconds of the units of `running`.
         """
         forward, backward = seconds.forward, seconds.backward
         kept_flags = [shard.keeps_activations for shard in running.shards]

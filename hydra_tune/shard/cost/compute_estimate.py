@@ -38,10 +38,7 @@ class _WithoutModules:
 def estimated_seconds(pilot: ShardPilot, plan: ShardPlan, kept: ShardPlan) -> tuple[UnitSeconds, UnitSeconds]:
     """Estimate the seconds of the units of two plans on a core of a host; a GPU's seconds are far less.
 
-    Args:
-        pilot: pilot of the step.
-        plan: the first plan.
-        kept: the second plan, cut in the same places, which keeps activations of other shards.
+    Both plans are cut in the same places.
 
     Returns:
         Seconds of the units of both plans.

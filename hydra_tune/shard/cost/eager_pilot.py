@@ -53,10 +53,7 @@ class EagerPilot:
     """Measures a step of a model; the random streams are restored.
 
     Args:
-        task: describes the step.
         model: the trial's module; only copied.
-        leaves: the batch.
-        mode: "train" or "evaluate".
         alignment: bytes to which the devices align allocations.
     """
 
@@ -72,8 +69,7 @@ class EagerPilot:
     def keeping(self, twin: nn.Module) -> EagerCost:
         """Measure a run that keeps its activations on the device.
 
-        Args:
-            twin: a copy of the model; left in an undefined state.
+        `twin`, a copy of the model, is left in an undefined state.
         """
         tracker = StorageTracker(self._alignment)
         names = self._run(twin, self._batch(), tracker, nullcontext())

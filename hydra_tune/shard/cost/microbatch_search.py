@@ -101,9 +101,7 @@ class PieceCountChoice:
 def choose_count(samples: int, probe: Probe) -> PieceCountChoice:
     """Choose the number of pieces with the shortest expected step; see the note above.
 
-    Args:
-        samples: samples of a batch.
-        probe: returns the expected cost for a number of pieces; called for some divisors of `samples`, each once.
+    `probe` is called for some divisors of `samples`, each once.
     """
     cost_by_count: dict[int, StepCostEstimate | None] = {}
 

@@ -96,13 +96,7 @@ def choose_placement(
 ) -> OptimizerPlacementChoice:
     """Return the placement with the shorter expected step; see the note.
 
-    Args:
-        on_device: the step cut for updates on the device; None if no such cut fits.
-        on_host: the step cut for updates on the host.
-        budget_bytes: budget of the device.
-        habits: use of the shards by a step.
-        speeds: speeds of the machine.
-        seconds_per_byte: seconds of the optimizer per byte of parameters, from `update_seconds`.
+    `on_device` is None if no such cut fits; `seconds_per_byte` comes from `update_seconds`.
     """
     if on_device is None:
         return OptimizerPlacementChoice(

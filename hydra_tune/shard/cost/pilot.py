@@ -268,15 +268,11 @@ class ShardPilot:
     """Measures candidate shards of a single captured step.
 
     Args:
-        captured: the step.
-        analysis: facts about the step.
-        specs: the model's state.
         batch: tensors of a batch; only their geometry is used.
         update: measures an optimizer update; None for evaluation.
         alignment: bytes to which a device aligns its allocations.
         groups: name of a state tensor -> all names loaded with it, for a trial with existing groups; a name not listed
             is loaded alone.
-        rules: treatment of gradients.
     """
 
     def __init__(

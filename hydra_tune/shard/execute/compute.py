@@ -161,12 +161,8 @@ class ShardTape:
     ) -> ShardGradients:
         """Run the backward; only once.
 
-        Args:
-            shard: the shard.
-            operands: operands of the forward at their present places.
-            incoming: gradients from later shards.
-            kept: number of a storage -> the storage kept under the number.
-            on_free: receives the number of each storage no longer needed by the graph.
+        `kept` returns the storage kept under a number, and `on_free` receives the number of each storage no longer
+        needed by the graph.
         """
         _point(self._live_in, shard.live_in, operands.live_in)
         _point(self._parameters, shard.state, operands.state)
@@ -256,12 +252,8 @@ def backward(
 ) -> ShardGradients:
     """Run a shard with gradients, then its backward.
 
-    Args:
-        shard: the shard.
-        operands: operands of the shard; parameters are leaves, and their `.grad` is taken over and left None.
-        needs_gradient: live-ins that require gradients.
-        incoming: gradients from later shards.
-        objective: maps the loss to the root of the backward.
+    Parameters are leaves, and their `.grad` is taken over and left None. `objective` maps the loss to the root of the
+    backward.
     """
     leaves = _leaves(shard, operands, needs_gradient)
     state = list(zip(shard.state, operands.state, strict=True))

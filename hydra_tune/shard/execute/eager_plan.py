@@ -42,10 +42,7 @@ class EagerStep:
     The state among the arguments is ignored: the module's parameters are the same objects, wherever their bytes are.
 
     Args:
-        task: describes the step.
         model: the trial's module.
-        mode: "train" or "evaluate".
-        leaves: geometry of the batch.
         num_state: number of tensors of the state, which come first among the arguments.
         names: names of the results, as of the first batch.
         trained: names of the parameters that the plan updates.
@@ -115,18 +112,8 @@ def whole_plan(
 ) -> ShardPlan:
     """Make a plan with a single eager shard.
 
-    Args:
-        task: describes the step.
-        model: the trial's module, which the plan will run.
-        twin: a copy of the model for measuring; left in an undefined state.
-        leaves: the batch.
-        mode: "train" or "evaluate".
-        specs: the model's state.
-        update: measures the optimizer's update, in training.
-        budget_bytes: memory of the smallest device.
-        alignment: alignment of the device's allocator in bytes.
-        updates_on_host: whether optimizer state stays on the host.
-        reason: reason for the failed capture.
+    `model` is the trial's module, which the plan will run; `twin`, a copy for measuring, is left in an undefined state.
+    `reason` is the reason for the failed capture, and `budget_bytes` the memory of the smallest device.
 
     Raises:
         BudgetError: the model does not fit whole.

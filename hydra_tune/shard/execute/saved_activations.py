@@ -115,10 +115,8 @@ class KeptActivations:
     def present(self, given: Sequence[Tensor], kept: Callable[[int], Tensor], on_free: Callable[[int], None]) -> None:
         """Provide the tensors for the backward unit.
 
-        Args:
-            given: operands at their present places.
-            kept: number -> the storage kept under the number, as a flat tensor.
-            on_free: receives the number of each storage no longer needed by the graph; until `absent`.
+        `kept` returns the storage kept under a number, as a flat tensor; until `absent`, `on_free` receives the number
+        of each storage no longer needed by the graph.
         """
         self._present = _BackwardTensorSource(given, kept)
         for storage in list(self._storages.values()):

@@ -93,9 +93,7 @@ class OperatorTree:
     def add_tied(self, chosen: dict[Operator, int], *, may_differ: bool) -> None:
         """Add the modules that hold parameters of chosen modules, with the same number of pieces.
 
-        Args:
-            chosen: module -> number of pieces.
-            may_differ: whether the largest number wins if tied modules have several numbers.
+        With `may_differ`, the largest number wins if tied modules have several numbers.
 
         Raises:
             TaskError: a tied module cannot be cut, or has another number.

@@ -325,7 +325,6 @@ class _CandidatePilot(ShardPilot):
     Args:
         pilot: measures candidates and keeps the results.
         analysis: positions where candidates may end.
-        num_nodes: number of nodes of the graph.
         limit_bytes: largest needs that a caller asks about.
         too_large: known candidates over some limit, by first node.
         peaks: needs of all measured candidates, by first and last node.

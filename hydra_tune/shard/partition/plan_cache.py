@@ -170,10 +170,8 @@ class PlanLibrary:
     def for_plans(self, most_checked_bytes: int) -> "PlanLibrary":
         """Return the library for planning without training, with this library's budget.
 
-        The same library is returned each time, so that equal plans are made once.
-
-        Args:
-            most_checked_bytes: largest needs of a step whose plan is checked; the first call decides.
+        The same library is returned each time, so that equal plans are made once. The first call decides
+        `most_checked_bytes`.
         """
         with self._lock:
             if self._for_plans is None:
@@ -267,11 +265,8 @@ class PlanLibrary:
     def check_again(self, prepared: PreparedPlan, task: TrainTask, model: nn.Module, batch: Any) -> None:
         """Compare a plan with the eager step once more, on the host.
 
-        Args:
-            prepared: the plan.
-            task: as of `prepare`.
-            model: as of `prepare`.
-            batch: a batch that the plan serves, with filled inputs if the plan has inputs for numbers; only read.
+        The plan serves `batch`, whose inputs are filled if the plan has inputs for numbers; model and batch are only
+        read.
 
         Raises:
             CaptureError: the plan gives other numbers than the eager step.

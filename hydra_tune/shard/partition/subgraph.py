@@ -73,12 +73,7 @@ def cut_shard(
 ) -> ShardGraph:
     """Make the shard of the nodes from position `first` up to, not including, `last`.
 
-    Args:
-        captured: the step.
-        analysis: facts about the step.
-        first: position of the first node.
-        last: position after the last node.
-        backend: backend of `torch.compile`, which compiles the shard at its first run; None to run node by node.
+    `backend` is a backend of `torch.compile`, which compiles the shard at its first run; None runs node by node.
     """
     nodes = captured.nodes[first:last]
     inside = set(nodes)

@@ -145,10 +145,7 @@ class CodeWalk(abc.ABC):
     def _may_run(self, name: str, kind: type, *, is_called: bool) -> bool:
         """Whether walked code, or the code of an installed base, may call a method by this name.
 
-        Args:
-            name: name of the method.
-            kind: class of a present object, or a class that walked code names.
-            is_called: whether walked code names the class, and so may make objects.
+        `is_called`: whether walked code names the class, and so may make objects.
         """
         if name in ("__init__", "__new__", "__post_init__"):
             return is_called
