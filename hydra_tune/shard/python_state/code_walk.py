@@ -4,8 +4,9 @@
 package. Of a function that a factory or decorator of a package returns, the walk follows the wrapped function alone;
 without a wrapped function, the walk notes the variables and defaults. Of an object of the user's, the walk notes the
 attributes that the walked code names; of an object of an installed package, all attributes, unless `_NOT_FOLLOWED` has the
-package. Where code reads attributes by any name (`takes_all`), all attributes of an object count. The module must not
-import captures, plans or trials, and a walk must not call the functions that the walk follows, or change a value.
+package. Where code reads attributes by any name (`takes_all`), all attributes in an object's `__dict__` count; slots and
+variables of a user's module count by name. The module must not import captures, plans or trials, and a walk must not call
+the functions that the walk follows, or change a value.
 """
 
 import abc
@@ -48,7 +49,7 @@ ALL_MISSING = itertools.repeat(MISSING)
 _NOT_FOLLOWED = frozenset({"types", "argparse", "builtins", "logging", "threading", "optuna", "ray", "hydra_tune"})
 """Packages whose objects count by the attributes that the walked code names; of others' objects, all attributes count."""
 _WITHOUT_ATTRIBUTES = frozenset({"builtins", "abc", "typing", "collections", "contextlib", "enum"})
-"""Packages whose classes read no attributes of their own from objects of derived classes."""
+"""Packages whose classes are taken to read no attributes of objects of derived classes."""
 INTERNALS = frozenset(vars(nn.Module()))
 """Attributes of each module of torch's: its parameters, buffers, submodules and hooks."""
 
