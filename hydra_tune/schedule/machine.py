@@ -95,9 +95,6 @@ class Scheduler:
         Events are taken in order; the scheduler decides once, after the last event. Either all events are taken or
         none.
 
-        Args:
-            *events: events since the last call.
-
         Returns:
             Commands in this order: memory to give back, units to run, bursts to end, jobs to prepare.
 

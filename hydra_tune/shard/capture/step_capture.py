@@ -145,13 +145,9 @@ def capture(
 ) -> CapturedStepGraph:
     """Capture a step of a model; for a precision other than float32, call inside `precision.autocast`.
 
-    Args:
-        task: describes the step.
-        twin: a copy of the trial's model, which the capture may disturb.
-        batch: a batch of the shapes to capture for; the inputs of a `NumberedBatch` are filled.
-        mode: "train" or "evaluate".
-        answering: context around the step's code.
-        divides: whether the quotient of a tensor and a number has the bits of a quotient of two tensors.
+    `twin` is a copy of the trial's model, which the capture may disturb; the inputs of a `NumberedBatch` are filled.
+    `answering` is a context around the step's code. `divides`: whether the quotient of a tensor and a number has the
+    bits of a quotient of two tensors.
 
     Raises:
         CaptureError: `torch.export` could not capture the step; the message gives the reason and the user's line.

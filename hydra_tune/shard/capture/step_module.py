@@ -69,10 +69,7 @@ def settle_buffers(before: list[tuple[nn.Module, str, Tensor]]) -> tuple[str, ..
     """Copy the values of buffers replaced by a forward (`self.scale = ...`) into the original tensors.
 
     A graph knows a buffer by its tensor. A buffer replaced by a tensor of another kind stays replaced, and is found
-    where the user's own code is checked.
-
-    Args:
-        before: the model's buffers before the forward, from `buffers_of`.
+    where the user's own code is checked. `before` comes from `buffers_of`.
 
     Returns:
         The names, in their modules, of the buffers that the forward has replaced.

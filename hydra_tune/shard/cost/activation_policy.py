@@ -76,14 +76,8 @@ def chosen(
 ) -> ShardPlan:
     """Return the plan that keeps activations where keeping is worthwhile; see the note above.
 
-    Args:
-        plan: plan that recomputes everywhere.
-        kept: plan that keeps everything that can be kept.
-        seconds: estimated seconds of the units of `plan`.
-        kept_seconds: estimated seconds of the units of `kept`.
-        link: estimated speed of copies; None if the units' seconds are not seconds of the devices, so that no copy can be
-            weighed.
-        room: available room.
+    `plan` recomputes everywhere, and `kept` keeps all that can be kept. Without `link`, where the units' seconds are
+    not seconds of the devices, no copy can be weighed.
     """
     shards = list(plan.shards)
     spare = _spare_host_bytes(plan, room)

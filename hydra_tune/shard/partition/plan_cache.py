@@ -89,7 +89,7 @@ class PreparedPlan:
         smallest_budget: finds the smallest device memory in bytes that still allows a cut, to a per mille; for an eager
             plan, the bytes that the plan needs.
         effects: what the eager step does and the plan does not.
-        is_checked: whether the plan's numbers were compared with the eager step; otherwise `seconds` are estimates.
+        is_checked: whether the plan is eager, or was compared with the eager step; otherwise `seconds` are estimates.
         why: reason for the cut, if there was a choice; else None.
         placement_why: reason for the place of the updates, if there was a choice; else None.
         activation_choice: choice to be made once the units have been measured; None if the plan is final.

@@ -99,11 +99,7 @@ class ReachableValues(CodeWalk):
 
     Args:
         model: the step's model, whose parameters and buffers are no Python state.
-        names: attributes that the code may read, from an earlier walk.
-        stored: attributes that the code may set, from an earlier walk.
-        takes_all: whether the code may read attributes by any name, from an earlier walk.
         keeps_tensors: whether holders keep copies of tensors.
-        is_lenient: whether to pass over what cannot be followed, instead of raising.
         skips_large: whether to pass over large tensors and arrays, which are samples and no counters.
 
     Attributes:
@@ -113,7 +109,7 @@ class ReachableValues(CodeWalk):
         aliases: tensors and arrays outside of the model that share the memory of its parameters or buffers, in words.
         seen: the values found, by identity; kept alive, because identities of freed objects are given again.
 
-    The other attributes are those of `CodeWalk`.
+    The other arguments and attributes are those of `CodeWalk`.
     """
 
     def __init__(
