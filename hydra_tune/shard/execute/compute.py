@@ -13,8 +13,9 @@ starts from the same roots in the same order and meets the same nodes with the s
 `ShardChain` (`chain.py`) runs the functions on real tensors in each unit, and the pilot (`shard/cost/pilot.py`) on fake
 tensors before a step is cut. `MemoizedShardExecutor` (`shard/fake/fake_memo.py`) and the runners of a fused group
 (`fusion/compile/batched_plan.py`, and `fusion/compile/cuda_graph_steps.py` for recorded steps) take the module's place in a
-plan (`ShardPlan.computing`). The functions here run the shards that such a runner leaves. The functions do not know the
-places of tensors, and take no lock: a unit enters the gate and holds its blocks before the call.
+plan (`ShardPlan.computing`). The functions here run the shards that such a runner leaves. The modules of `fusion/`,
+`planner/` and `batched/` pass tensors as `ShardOperands`. The functions do not know the places of tensors, and take no
+lock: a unit enters the gate and holds its blocks before the call.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -5,9 +5,9 @@ every cut.
 
 A trial (`train/loop/plan_cache.py`) asks for a plan when a new kind of batch comes; so do fused groups
 (`fusion/compile/batched_plan_cache.py`) and, with the library of `for_plans`, the trials of a dry run
-(`pool/dry_run/report.py`). `train/loop/microbatch_choice.py` asks `foresee` for the number of pieces of a batch. Trials and
-groups also compare plans again, by `check_again` and `confirm`. The module must not know the course of a trial, the
-schedule, or the places of blocks.
+(`pool/dry_run/report.py`). `train/loop/microbatch_choice.py` asks `foresee` for the number of pieces of a batch. Trials
+and groups keep the `PreparedPlan`, and also compare plans again, by `check_again` and `confirm`. The module must not
+know the course of a trial, the schedule, or the places of blocks.
 
 Note: locks and streams. One lock serves all threads of a pool, and is held during a capture and a check. A thread leaves
 the capture gate before the thread waits for the lock. The random streams of the calling thread are as before afterwards.
