@@ -60,11 +60,7 @@ _FAKES = _ThreadMuteFilter()
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Silence this thread's log lines of torch's fake tensors, e.g. about a refusing operator: the raised error says the same.
-
-    For callers that try code that may fail, or run the user's code for the first time; wrong shapes in the code raise
-    their own error in the following eager run.
-    """
+    """Silence this thread's log lines of torch's fake tensors, e.g. about a refusing operator."""
     logging.getLogger(_FAKE_TENSORS).addFilter(_FAKES)  # added once, however often called; lines of other threads pass
     with _FAKES.asked():
         yield

@@ -7,14 +7,11 @@ alone, without its closure, and an attribute that is a Python module by its name
 (`shard/partition/plan_request.py`) and `MemberTrial` (`fusion/group/member.py`) therefore add the digest of a
 `PythonStateGuard`, which follows more of the user's values. A model with an object that has no key is captured afresh.
 
-`key_of` makes the key at each request for a plan, `fusion/matching/fusion_key.py` once a trial that may join a group is
+`key_of` makes the key of a request for a plan, `fusion/matching/fusion_key.py` once a trial that may join a group is
 built, and `pool/dry_run/report.py` for each trial of a forecast. `MemberTrial` makes a key of a member's model, too.
 `shard/cost/update_pilot.py` keeps its measurements by `optimizer_key`, and the keys of plans contain the result.
 
-A key lives as long as a plan, and must not hold a tensor. The module must not know budgets or cuts.
-
-Example: two trials that differ only in the learning rate have the same key. Another hidden size gives another key, and so
-does an edited helper function that the model's forward calls.
+A key lives as long as a plan, and must not hold a tensor.
 """
 
 import collections
@@ -82,11 +79,7 @@ def architecture_key(task: TrainTask, model: nn.Module) -> Hashable | None:
 
 
 def optimizer_key(optimizer: torch.optim.Optimizer) -> Hashable:
-    """Properties of an optimizer that decide its state and temporaries: class, group sizes and settings.
-
-    Of a rate, only whether the rate is 0 counts. An integer counts by value, because an integer may be a size;
-    so do a text and None.
-    """
+    """Properties of an optimizer that decide its state and temporaries: class, group sizes and settings."""
     groups = tuple(
         tuple(sorted((key, type(value).__name__, _switch(value)) for key, value in group.items() if key != "params"))
         for group in optimizer.param_groups

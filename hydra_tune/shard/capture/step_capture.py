@@ -1,11 +1,11 @@
 """Captures model and step as a flat graph of aten operators, by `torch.export(strict=False)`.
 
 The graph takes state, constants and batch tensors as inputs and holds no tensor of any trial, so a capture serves every
-trial of the same architecture. The module knows nothing of cutting or memory. `captured_graph`
-(`shard/partition/trial_step.py`) calls `capture` for each new kind of batch; the pilot (`shard/cost/pilot.py`) and the
-splitter (`shard/partition/subgraph.py`) then read the `CapturedStepGraph` while a plan is made. The modules of `train/`
-and `fusion/` list a model's tensors by `named_state`, in the same order and under the same names. The names must not change,
-because saved checkpoints have the tensors under these names. Modules that refuse a step word the reason by `describe`.
+trial of the same architecture. `captured_graph` (`shard/partition/trial_step.py`) calls `capture`; the pilot
+(`shard/cost/pilot.py`) and the splitter (`shard/partition/subgraph.py`) then read the `CapturedStepGraph` while a plan is
+made. The modules of `train/` and `fusion/` list a model's tensors by `named_state`, in the same order and under the same
+names. The names must not change, because saved checkpoints have the tensors under these names. Modules that refuse a step
+word the reason by `describe`.
 
 Note: `capture` changes flags of torch, `Function.apply` and `sys.stderr` for the whole process, so the caller holds the
 gate (`capture_lock.py`) alone.
@@ -99,11 +99,8 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def copied_model(model: _Module, memo: dict[int, Any] | None = None) -> _Module:
     """Copy a model with the Python attributes of its parameters, which `copy.deepcopy` leaves out.
 
-    An attribute that cannot be copied stays away, and code that reads the attribute fails by its name.
-
-    Args:
-        model: the model.
-        memo: as of `copy.deepcopy`: copies made before, by the id of the original.
+    An attribute that cannot be copied stays away, and code that reads the attribute fails by its name. `memo`, as of
+    `copy.deepcopy`, has copies made before, by the id of the original.
     """
     memo = {} if memo is None else memo
     twin = copy.deepcopy(model, memo)
@@ -149,13 +146,9 @@ def capture(
 ) -> CapturedStepGraph:
     """Capture a step of a model; for a precision other than float32, call inside `precision.autocast`.
 
-    Args:
-        task: describes the step.
-        twin: a copy of the trial's model, which the capture may disturb.
-        batch: a batch of the shapes to capture for; the inputs of a `NumberedBatch` are filled.
-        mode: "train" or "evaluate".
-        answering: context around the step's code.
-        divides: whether the quotient of a tensor and a number has the bits of a quotient of two tensors.
+    `twin` is a copy of the trial's model, which the capture may disturb; the inputs of a `NumberedBatch` are filled.
+    `answering` is a context around the step's code. `divides`: whether the quotient of a tensor and a number has the
+    bits of a quotient of two tensors.
 
     Raises:
         CaptureError: `torch.export` could not capture the step; the message gives the reason and the user's line.

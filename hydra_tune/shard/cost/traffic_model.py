@@ -96,14 +96,7 @@ def step_traffic(costs: Sequence[ShardCost], budget_bytes: int, habits: StepAcce
 def played(
     units: Sequence[TrafficUnit], sizes: dict[PlayedBlock, int], budget_bytes: int, habits: StepAccessPattern
 ) -> StepTraffic:
-    """Traffic of a step of these units in the steady state.
-
-    Args:
-        units: units in order.
-        sizes: sizes of the blocks, in bytes.
-        budget_bytes: budget of the device.
-        habits: whether blocks are sent ahead, and whether updates wait.
-    """
+    """Traffic of a step of these units in the steady state."""
     device = _TrafficSimulator(sizes, budget_bytes)
     before = (0, 0)
     for _ in range(_WARM_STEPS + 1):

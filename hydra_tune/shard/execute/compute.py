@@ -13,8 +13,9 @@ starts from the same roots in the same order and meets the same nodes with the s
 `ShardChain` (`chain.py`) runs the functions on real tensors in each unit, and the pilot (`shard/cost/pilot.py`) on fake
 tensors before a step is cut. `MemoizedShardExecutor` (`shard/fake/fake_memo.py`) and the runners of a fused group
 (`fusion/compile/batched_plan.py`, and `fusion/compile/cuda_graph_steps.py` for recorded steps) take the module's place in a
-plan (`ShardPlan.computing`). The functions here run the shards that such a runner leaves. The functions do not know the
-places of tensors, and take no lock: a unit enters the gate and holds its blocks before the call.
+plan (`ShardPlan.computing`). The functions here run the shards that such a runner leaves. The modules of `fusion/`,
+`planner/` and `batched/` pass tensors as `ShardOperands`. The functions do not know the places of tensors, and take no
+lock: a unit enters the gate and holds its blocks before the call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -161,12 +162,8 @@ class ShardTape:
     ) -> ShardGradients:
         """Run the backward; only once.
 
-        Args:
-            shard: the shard.
-            operands: operands of the forward at their present places.
-            incoming: gradients from later shards.
-            kept: number of a storage -> the storage kept under the number.
-            on_free: receives the number of each storage no longer needed by the graph.
+        `kept` returns the storage kept under a number, and `on_free` receives the number of each storage no longer
+        needed by the graph.
         """
         _point(self._live_in, shard.live_in, operands.live_in)
         _point(self._parameters, shard.state, operands.state)
@@ -256,12 +253,8 @@ def backward(
 ) -> ShardGradients:
     """Run a shard with gradients, then its backward.
 
-    Args:
-        shard: the shard.
-        operands: operands of the shard; parameters are leaves, and their `.grad` is taken over and left None.
-        needs_gradient: live-ins that require gradients.
-        incoming: gradients from later shards.
-        objective: maps the loss to the root of the backward.
+    Parameters are leaves, and their `.grad` is taken over and left None. `objective` maps the loss to the root of the
+    backward.
     """
     leaves = _leaves(shard, operands, needs_gradient)
     state = list(zip(shard.state, operands.state, strict=True))

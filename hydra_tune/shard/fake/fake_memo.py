@@ -96,7 +96,7 @@ class MemoizedShardExecutor:
     def taped_forward(
         self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str]
     ) -> tuple[dict[str, Tensor], ShardTape]:
-        """As `compute.taped_forward`; the graph is already settled."""
+        """As `compute.taped_forward`."""
 
         def tape() -> ShardTape:
             shard_tape = compute.taped_forward(shard, operands, needs_gradient)[1]
@@ -146,13 +146,7 @@ class MemoizedShardExecutor:
     ) -> ShardGradients:
         """Run the backward of a tape, or repeat a remembered run.
 
-        Args:
-            shard: shard of the tape.
-            operands: as of `ShardTape.backward`.
-            incoming: as of `ShardTape.backward`.
-            flats: kept storages by number.
-            on_free: as of `ShardTape.backward`.
-            tape: makes a tape that can run.
+        `flats` has the kept storages by number, and `tape` makes a tape that can run.
         """
         operand_tensors = [*operands.all, *_handed(incoming), *flats.values()]
         key = ("played", shard.first, shard.last, _names(incoming), tuple(flats), _likeness(operand_tensors))

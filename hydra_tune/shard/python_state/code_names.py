@@ -167,10 +167,7 @@ def loaded_names(code: CodeType) -> frozenset[str]:
 def reads_value(code: CodeType, name: str, variables: Mapping[str, object]) -> bool:
     """Whether code reads an attribute that it does not call: `p.grad`, and not `torch.autograd.grad(...)`.
 
-    Args:
-        code: the code of a function.
-        name: the attribute.
-        variables: the function's global variables, by which an attribute of a module is known.
+    `variables` are the function's global variables, by which an attribute of a module is known.
     """
     steps = list(dis.get_instructions(code))
     imported = {
@@ -254,8 +251,7 @@ def makes_up_names(code: CodeType) -> bool:
 def _has_written_name(instructions: list[dis.Instruction]) -> bool:
     """Whether `getattr` is called next, with a text that stands in the code as its second argument.
 
-    Args:
-        instructions: what follows after `getattr` was loaded. Where they branch, the answer is no.
+    Where the instructions branch, the answer is no.
     """
     depth, second = 0, None  # values on the stack above `getattr`, and the instruction that has left the second
     for instruction in instructions:

@@ -1,11 +1,12 @@
 """`CodeWalk`: the part of a walk that follows functions, classes and attributes by the names in their code.
 
 `ReachableValues` (`reachable_values.py`) adds the values of all other kinds. The walk follows no code of an installed
-package. Of a function that a factory or decorator of a package returns, the walk notes the variables and defaults, or
-follows the function that a wrapper names as wrapped. Of an object of the user's, the walk notes the attributes that the
-walked code names; of an object of an installed package, all attributes, unless `_NOT_FOLLOWED` has the package. Where code
-reads attributes by any name (`takes_all`), all attributes of an object count. The module must not import captures, plans or
-trials, and a walk must not call the functions that the walk follows, or change a value.
+package. Of a function that a factory or decorator of a package returns, the walk follows the wrapped function alone;
+without a wrapped function, the walk notes the variables and defaults. Of an object of the user's, the walk notes the
+attributes that the walked code names; of an object of an installed package, all attributes, unless `_NOT_FOLLOWED` has the
+package. Where code reads attributes by any name (`takes_all`), all attributes in an object's `__dict__` count; slots and
+variables of a user's module count by name. The module must not import captures, plans or trials, and a walk must not call
+the functions that the walk follows, or change a value.
 """
 
 import abc
@@ -55,7 +56,7 @@ ALL_MISSING = itertools.repeat(MISSING)
 _NOT_FOLLOWED = frozenset({"types", "argparse", "builtins", "logging", "threading", "optuna", "ray", "hydra_tune"})
 """Packages whose objects count by the attributes that the walked code names; of others' objects, all attributes count."""
 _WITHOUT_ATTRIBUTES = frozenset({"builtins", "abc", "typing", "collections", "contextlib", "enum"})
-"""Packages whose classes read no attributes of their own from objects of derived classes."""
+"""Packages whose classes, without those of `_WITH_CONTENTS`, are taken to read no attributes of derived objects."""
 _WITH_CONTENTS = (collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap)
 """Classes of these packages that keep contents in attributes."""
 _OF_SETTINGS = frozenset({"omegaconf", "ml_collections", "yacs", "addict", "box", "easydict", "munch"})
@@ -156,10 +157,7 @@ class CodeWalk(abc.ABC):
     def _may_run(self, name: str, kind: type, *, is_called: bool) -> bool:
         """Whether walked code, or the code of an installed base, may call a method by this name.
 
-        Args:
-            name: name of the method.
-            kind: class of a present object, or a class that walked code names.
-            is_called: whether walked code names the class, and so may make objects.
+        `is_called`: whether walked code names the class, and so may make objects.
         """
         if name in ("__init__", "__new__", "__post_init__"):
             return is_called

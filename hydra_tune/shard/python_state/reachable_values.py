@@ -2,10 +2,11 @@
 
 The walk follows the user's functions, classes and modules, and no code of an installed package. Of an object of the user's,
 the walk notes the attributes that the walked code names; of an `nn.Module`, and of most objects of installed packages, all
-attributes. Code that makes up names makes all attributes count. Each place that can hold another value later becomes a
-`ValueHolder`. `CodeWalk` (`code_walk.py`) follows code and attributes, and this module values by their kind. `walked`
-repeats the walk until no further names come in. All guards and checks of `state_guard.py` use the result, and so does
-`shard/capture/own_functions.py`. The module must not know tasks.
+attributes, for at most four such objects in a row. Of sets, partials, threads, loaders, files, generators of numbers and
+arrays, the walk notes no attributes. Code that makes up names makes all attributes in a `__dict__` count. Each place that
+can hold another value later becomes a `ValueHolder`. `CodeWalk` (`code_walk.py`) follows code and attributes, and this
+module values by their kind. `walked` repeats the walk until no further names come in. All guards and checks of
+`state_guard.py` use the result, and so does `shard/capture/own_functions.py`. The module must not know tasks.
 
 Note: objects may do anything where code looks at the objects, and other threads may change objects meanwhile. Where a look
 raises, a strict walk refuses the step (`CaptureError`), except below an object of an installed package. There, and
@@ -84,7 +85,7 @@ _SCHEDULE_METHODS = frozenset({"step", "get_lr", "state_dict", "load_state_dict"
 _OF_PROCESS = random.random.__self__  # type: ignore[attr-defined]
 """The object behind the functions of `random`; for a trial's thread, the trial's stream (`train/rng/own_python.py`).
 
-`plan_check.py` refuses a step that draws from the object.
+`shard/verify/plan_check.py` refuses a step that draws from the object.
 """
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
@@ -100,11 +101,7 @@ class ReachableValues(CodeWalk):
 
     Args:
         model: the step's model, whose parameters and buffers are no Python state.
-        names: attributes that the code may read, from an earlier walk.
-        stored: attributes that the code may set, from an earlier walk.
-        takes_all: whether the code may read attributes by any name, from an earlier walk.
         keeps_tensors: whether holders keep copies of tensors.
-        is_lenient: whether to pass over what cannot be followed, instead of raising.
         skips_large: whether to pass over large tensors and arrays, which are samples and no counters.
 
     Attributes:
@@ -114,7 +111,7 @@ class ReachableValues(CodeWalk):
         aliases: tensors and arrays outside of the model that share the memory of its parameters or buffers, in words.
         seen: the values found, by identity; kept alive, because identities of freed objects are given again.
 
-    The other attributes are those of `CodeWalk`.
+    The other arguments and attributes are those of `CodeWalk`.
     """
 
     def __init__(
