@@ -48,9 +48,9 @@ def marked_as(name: str) -> str:
 
 
 class TrialMarkTable:
-    """Record written by a process and read by the supervisor afterwards; created by the supervisor before the fork.
+    """Record that a process writes and the supervisor reads, in shared memory made by the supervisor before the fork.
 
-    The memory is shared; suspects and turns belong to the writing process alone.
+    Suspects and turns belong to the writing process alone.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ With isolation, `hydra-tune sweep` (`cli/commands/sweep.py`) calls `supervise` b
 
 Note: fork. The process is a copy of the supervisor, with the program and all functions. The supervisor only waits, and
 runs no threads, so each copy is as sound as the first. `supervise` makes a new `TrialMarkTable` (`marks.py`) for each
-process, and reads the table after the process has ended. The module must not import torch: threads or CUDA begun in the
+process, and reads the marks after the process has ended. The module must not import torch: threads or CUDA begun in the
 supervisor would spoil every later copy.
 
 Note: signals. Ctrl-C in a terminal reaches both processes, `kill` only the supervisor, and some job systems signal all

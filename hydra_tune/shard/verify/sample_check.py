@@ -65,16 +65,16 @@ def sample_of(
     """Make the step for the first samples of a batch.
 
     Args:
-        captured: the step of the whole batch.
+        captured: the step of the whole batch, of which `leaves` are the leaves.
         plan: plan that recomputes activations.
         kept: the same plan with activations kept, or `plan` itself.
-        leaves: leaves of the whole batch.
+        leaves: see `captured`.
         capture_again: captures the step of another batch.
         measure: analyses a captured step.
 
     Returns:
-        The sample; None if the two graphs are not shown to be the same step, or if the batch has fewer than twice as
-        many samples.
+        The sample; None if the two graphs are not shown to be the same step with the same cuts, or if the batch is too small
+        or has tensors of several lengths.
     """
     batch = _first_samples(leaves)
     if batch is None:
@@ -112,11 +112,7 @@ def _keeping_like(kept: ShardPlan, plan: ShardPlan, pilot: ShardPilot) -> ShardP
 
 
 class _SampleGraphComparison:
-    """Walks through two graphs side by side.
-
-    Args:
-        size: samples in the capture of the first graph; the second graph was captured with a few samples.
-    """
+    """Walks through two graphs side by side: the first captured with `size` samples, the second with a few."""
 
     def __init__(self, size: int) -> None:
         self._size = size

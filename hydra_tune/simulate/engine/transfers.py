@@ -78,11 +78,7 @@ class ShardTransferSimulator:
         self.first_loads = 0
 
     def bring(self, device: SimulatedDeviceState, job: SimulatedJobState, shard: int, now: float) -> float:
-        """Bring a shard to a device.
-
-        Returns:
-            Arrival time, in seconds.
-        """
+        """Bring a shard to a device, unless the shard is there; return the arrival time, in seconds."""
         key = (job.number, shard)
         ready = device.shards.get(key)
         if ready is not None:

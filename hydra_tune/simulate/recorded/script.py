@@ -153,11 +153,7 @@ class _RunScriptBuilder:
         self._preparer_free = 0
 
     def read(self) -> RunScript:
-        """Split the recording's decisions into events from outside and a script for each job.
-
-        Raises:
-            ConfigError: the recorded run has not ended, had no jobs, or lent devices to a running job.
-        """
+        """Split the recording's decisions into events from outside and a script for each job; errors as of `scripts_of`."""
         for decision in self._recording.decisions:
             outside = [event for event in decision.events if not self._inside(decision.at_ns, event)]
             if outside:

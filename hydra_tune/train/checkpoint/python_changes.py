@@ -50,11 +50,7 @@ class PythonChanges:
         return dict(itertools.islice(changed, _MOST_SAVED))
 
     def compare(self, read: Callable[[], TaskStateGuard]) -> None:
-        """Log the values that differ from those of the checkpoint, once, before a resumed trial's first new batch.
-
-        Args:
-            read: returns the present values.
-        """
+        """Log the values that differ from those of the checkpoint, once, before a resumed trial's first new batch."""
         if self._is_compared:
             return
         self._is_compared = True

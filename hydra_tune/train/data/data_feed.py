@@ -42,12 +42,7 @@ _DRAWN_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class SkippedBatches:
-    """Batches that a pass skips.
-
-    Args:
-        count: number of batches to skip.
-        then: called after the skipped batches, before the next batch is drawn.
-    """
+    """Number of batches that a pass skips; `then` is called after these, before the next batch is drawn."""
 
     count: int
     then: Callable[[], None]
@@ -297,11 +292,7 @@ class TrialDataFeed:
 
 
 class _StreamWatch:
-    """Tells whether a pass draws from one of the trial's own generators that others have moved since its last draw.
-
-    Args:
-        marks: returns a value for each generator, another one whenever the generator has moved.
-    """
+    """Tells whether a pass draws from one of the trial's own generators that others have moved since its last draw."""
 
     def __init__(self, marks: Callable[[], dict[int, Hashable]]) -> None:
         self._marks = marks

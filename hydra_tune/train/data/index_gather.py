@@ -134,11 +134,7 @@ class UngatheredBatches:
 
 
 def source_of(loader: DataLoader[Any]) -> GatherSource | None:
-    """Return the data of a loader whose batches are a gather; None for any other loader.
-
-    Args:
-        loader: a loader of the trial's own.
-    """
+    """Return the data of a loader whose batches are a gather; None for any other loader."""
     sampler = _known_sampler(loader)
     source = None if sampler is None else _source(loader.dataset)
     # A sampler over other data may yield indices that the source does not have.

@@ -2,8 +2,8 @@
 
 A `DataLoader`, the sampler and the generator are the user's objects, may belong to several trials, and change with each
 iteration. A trial draws from copies in the state left by the user; the originals never change. The samples are never
-copied: a dataset with random streams of its own, and any `IterableDataset`, has a shallow copy. `TrialDataFeed`
-(`data_feed.py`) and `train_plain` (`train/loop/reference_loop.py`) get the batches of each pass from
+copied: a dataset with random streams of its own, and an `IterableDataset` that is no data pipe, has a shallow copy.
+`TrialDataFeed` (`data_feed.py`) and `train_plain` (`train/loop/reference_loop.py`) get the batches of each pass from
 `TrialLoaderCopies`.
 """
 
@@ -136,11 +136,6 @@ class TrialLoaderCopies:
 
     def batches(self, handle: DataHandle, batch_size: int | None, *, shuffle: bool) -> Iterable[Batch]:
         """Return the batches of one pass over a handle, as `make_loader` does, but from copies.
-
-        Args:
-            handle: a data handle of the trial's task.
-            batch_size: samples per batch, for a `Dataset`.
-            shuffle: whether a `Dataset` is read in random order.
 
         Raises:
             TaskError: the data cannot be iterated, or a loader cannot be copied.

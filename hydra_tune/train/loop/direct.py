@@ -384,13 +384,7 @@ class WholeModelRunner:
 
 
 class _StepBackup:
-    """State of a trial that the batches of a step may change, saved on the host because the device may have no room.
-
-    Args:
-        module: module whose buffers the batches may overwrite.
-        streams: streams that the batches may draw from.
-        device: device of the buffers.
-    """
+    """Buffers and streams, which the batches of a step may change, saved on the host: the device may have no room."""
 
     def __init__(self, module: nn.Module, streams: RandomStreams, device: Device) -> None:
         self._device = device
@@ -423,18 +417,17 @@ class _StepBackup:
 class _TrackedStep:
     """A followed step.
 
-    Attributes:
-        lease: source of room; another one after `go_on`.
-        kept_bytes: lasting bytes created by the step, such as the optimizer's state.
-        optimizer_bytes: bytes of the optimizer's state before the step.
-
     Args:
-        lease: as of the attribute.
+        lease: source of room; another one after `go_on`.
         device: device of the step's first batch.
         granted_bytes: initial room of the step.
         state: tensors with room on the lease already.
         gradients: gradients left by earlier batches of the step.
         precision: precision of the step.
+
+    Attributes:
+        kept_bytes: lasting bytes created by the step, such as the optimizer's state.
+        optimizer_bytes: bytes of the optimizer's state before the step.
     """
 
     def __init__(
@@ -476,12 +469,6 @@ class _TrackedStep:
 
     def go_on(self, lease: Lease, device: Device, granted_bytes: int, state: Iterable[Tensor]) -> None:
         """Follow the rest of the step under another lease, perhaps on another device.
-
-        Args:
-            lease: lease of the rest.
-            device: device of the rest.
-            granted_bytes: initial room on the lease.
-            state: tensors with room on the lease already.
 
         Raises:
             BudgetError: the lease has no room for the step's present bytes.

@@ -136,16 +136,16 @@ class TrainingBatch(BatchUnits):
         return [*upcoming_units, self.expected_step()]
 
     def expected(self, kind: str, index: int) -> UpcomingUnit | None:
-        """Return the expectation of a forward or backward unit of this batch; None if the shard has no such unit."""
+        """Return a forward or backward unit of this batch, as expected; None if the shard has no such unit."""
         runs = index < self.num_shards - 1 if kind == "forward" else self._plan.shards[index].has_backward
         return self._expected(kind, index) if runs else None
 
     def expected_step(self) -> UpcomingUnit:
-        """Return the expectation of the next batch's first unit."""
+        """Return the next batch's first unit, as expected."""
         return self._expected_batch("forward" if len(self._plan.shards) > 1 else "backward")
 
     def expected_update(self, update: ShardUpdate) -> UpcomingUnit:
-        """Return the expectation of an update."""
+        """Return an update, as expected."""
         return UpcomingUnit(
             kind="update",
             shard=update.index,
@@ -206,12 +206,7 @@ class TrainingBatch(BatchUnits):
     def update_unit(
         self, update: ShardUpdate, following: Callable[[], list[UpcomingUnit]] | None = None
     ) -> PendingUnit:
-        """Return a unit in which the optimizer steps for some parameters.
-
-        Args:
-            update: the parameters and their shard.
-            following: returns the units after the update, where the update is not part of its batch.
-        """
+        """Return an update; `following` returns the next units, where the update is not part of its batch."""
         cost = update.shard.cost
         if cost.updates_on_host:
             return self._unit("update", update.index, partial(self._update_on_host, update), shard=update.shard)

@@ -115,11 +115,7 @@ class _JointState(MutableMapping[Any, Any]):
 
 
 class JointOptimizer(Optimizer):
-    """Several optimizers, or none, as one that is moved and saved; the loop steps its own.
-
-    Args:
-        optimizers: the optimizers, in order.
-    """
+    """Several optimizers, or none, as one that is moved and saved; the loop steps its own."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
@@ -140,11 +136,7 @@ class JointOptimizer(Optimizer):
 
 
 class JointRest:
-    """Other objects with a state, saved and restored together.
-
-    Args:
-        objects: the objects, in order.
-    """
+    """Other objects with a state, saved and restored together."""
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = objects
