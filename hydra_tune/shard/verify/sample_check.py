@@ -34,7 +34,6 @@ class SampledStep:
     """A plan's step for a few samples.
 
     Attributes:
-        batch: the samples.
         plan: plan with the cuts of the whole batch's plan, recomputing its activations.
         kept: the same plan, with activations kept as in the whole batch's plan.
         size: samples in the whole batch.
@@ -62,15 +61,9 @@ def sample_of(
     capture_again: Callable[[Any], CapturedStepGraph],
     measure: Callable[[CapturedStepGraph, tuple[Tensor, ...]], tuple[GraphAnalysis, ShardPilot]],
 ) -> SampledStep | None:
-    """Make the step for the first samples of a batch.
+    """Make the step for the first samples of the batch that `captured` was captured with.
 
-    Args:
-        captured: the step of the whole batch, of which `leaves` are the leaves.
-        plan: plan that recomputes activations.
-        kept: the same plan with activations kept, or `plan` itself.
-        leaves: see `captured`.
-        capture_again: captures the step of another batch.
-        measure: analyses a captured step.
+    `kept` is `plan` with activations kept, or `plan` itself. `capture_again` captures the step of another batch.
 
     Returns:
         The sample; None if the two graphs are not shown to be the same step with the same cuts, or if the batch is too small

@@ -104,10 +104,7 @@ class StepOutcome:
 
     Attributes:
         results: the loss, or the metrics.
-        gradients: gradients of the parameters.
-        buffers: buffers after the step.
         random_state: state of the generator after the step; for a plan, before the first recompute.
-        operators: names of the computing operators.
         reads: values read by Python, in order; for a plan, only of the first run of each shard.
         functions: the user's own `torch.autograd.Function`s in the backward; for a plan, those that its graphs call.
     """

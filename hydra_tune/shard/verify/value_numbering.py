@@ -1,7 +1,7 @@
 """Runs a step without arithmetic: every tensor has a number in place of its values, and equal numbers mean equal values.
 
-Under `ValueNumbering`, an operator computes only where all its operands have values (the batch, constants, and results of
-these) and it draws no random numbers. Other results share memory that no operator writes. The number of a
+Under `ValueNumbering`, an operator computes only where all its operands have values: the batch, constants, and results of
+these. An operator that draws does not compute. Other results share memory that no operator writes. The number of a
 result follows from the operator, its plain arguments, and the numbers and geometry of its operands. Two runs whose losses,
 gradients and buffers have the same numbers run the same operators on the same operands, and so have the same bits. `verify`
 (`plan_check.py`) compares the eager step with a plan in this way where a pool has no CPU device: for a large model the
@@ -92,11 +92,7 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def run(self, model: nn.Module) -> Iterator[None]:
-        """Context of a run, from the trial's parameters and buffers.
-
-        Args:
-            model: a copy of the trial's model, whose parameters and buffers need no bytes.
-        """
+        """Context of a run on a copy of the trial's model, whose parameters and buffers need no bytes."""
         for name, tensor in named_state(model):
             is_parameter = isinstance(tensor, nn.Parameter)
             if is_parameter and self._parameters.setdefault(name, _identity(tensor)) != _identity(tensor):

@@ -41,8 +41,6 @@ class SimulatedJobState:
 
     Args:
         number: place in the order of submission.
-        trial: description of the trial.
-        grid: rounds durations.
         reports_wait: whether the trial waits for an answer to each report.
 
     Attributes:
@@ -149,7 +147,6 @@ class SimulatedDeviceState:
 
     Args:
         number: place in the scenario.
-        device: description of the device.
 
     Attributes:
         is_there: whether the device has joined and is not lost.

@@ -22,15 +22,7 @@ class Lookahead(Protocol):
 
 
 class SimulatedPrefetcher(NextJobPredictor):
-    """Prefetches a device's next shard.
-
-    Args:
-        policy: makes the selections.
-        scheduler: has the views of jobs.
-        devices: as numbered.
-        jobs: all jobs by name.
-        transfers: sends the shards.
-    """
+    """Prefetches a device's next shard; `policy` makes the selections."""
 
     def __init__(
         self,

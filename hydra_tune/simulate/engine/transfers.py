@@ -55,9 +55,7 @@ class ShardTransferSimulator:
     """Moves shards to devices.
 
     Args:
-        scenario: has the bandwidths.
         devices, jobs: as numbered.
-        grid: rounds durations.
         timeline: receives a bar for each load.
         moved: called with a job and each of its shards that is brought or evicted; not where a device or a trial ends.
     """

@@ -63,7 +63,6 @@ class ScriptedTurn:
     Args:
         actions: the turn's actions, stops included.
         began_ns: time of the command.
-        unit: the commanded unit.
         ended_ns: time at which the scheduler learned of the end.
         end: event that told the scheduler.
         sent: copies begun in the background.
@@ -125,7 +124,6 @@ class RunScript:
     """A whole run as scripts.
 
     Args:
-        scripts: by job.
         outside: events with a time of their own (jobs submitted, paused, cancelled, ...), with the time in nanoseconds.
     """
 

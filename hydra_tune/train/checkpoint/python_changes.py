@@ -19,11 +19,7 @@ _MOST_NAMED = 4  # in a warning
 
 
 class PythonChanges:
-    """Digests of the values of one trial's functions: at its beginning, and those that a checkpoint had.
-
-    Args:
-        trial: the trial's name, for messages.
-    """
+    """Digests of the values of one trial's functions: at its beginning, and those that a checkpoint had."""
 
     def __init__(self, trial: str) -> None:
         self._trial = trial

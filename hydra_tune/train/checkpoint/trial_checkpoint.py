@@ -78,7 +78,6 @@ class StartCheckpoint:
     """Checkpoint from which a trial begins.
 
     Attributes:
-        saved: the checkpoint.
         allows_changes: whether the task may differ from the saved task; changed settings take their present values.
         only_weights: whether only parameters and buffers are restored, and training starts from scratch.
     """
@@ -90,10 +89,9 @@ class StartCheckpoint:
 
 @dataclass(slots=True, kw_only=True)
 class TrialObjects:
-    """The objects that a trial's factories have built, to be saved and restored.
+    """The objects that a trial's factories have just built, to be saved and restored.
 
     Args:
-        task, module, optimizer, scheduler: the trial's objects, just after the factories built them.
         parts: the optimizers of which `optimizer` consists; empty for a single one.
     """
 

@@ -60,7 +60,6 @@ class TrialDataFeed:
     Attributes:
         may_skip: whether another pass may skip the batches that the last pass has drawn so far.
         gives_picks: whether batches that are a gather are yielded as `UngatheredBatches`, for the caller to gather.
-        clock: clock of the wait for the loader.
     """
 
     def __init__(
@@ -112,11 +111,6 @@ class TrialDataFeed:
         self, handle: DataHandle, *, shuffle: bool, skip: SkippedBatches | None = None
     ) -> Generator[Batch, None, None]:
         """Draw the batches of one pass, each with the trial's own streams and not before the batch is needed.
-
-        Args:
-            handle: a data handle of the task.
-            shuffle: whether a `Dataset` is read in random order.
-            skip: batches of the pass to skip.
 
         Raises:
             TaskError: data that cannot be iterated, workers that cannot be started, or fewer batches than there are to

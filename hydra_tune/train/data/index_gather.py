@@ -107,7 +107,6 @@ class UngatheredBatches:
     """Consecutive batches of equal size that have not been gathered.
 
     Attributes:
-        source: data of the batches.
         indices: indices of the samples in the source's tensors, of shape (batches, samples).
     """
 
@@ -157,7 +156,6 @@ class GatherPass:
     """Ungathered batches of a pass over a known loader, as many at once as may be drawn together.
 
     Args:
-        source: data of the loader.
         iterator: iterator of the loader, before its first batch.
 
     Attributes:

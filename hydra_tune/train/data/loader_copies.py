@@ -46,7 +46,6 @@ class _KnownCopy:
 
     Attributes:
         original: the original, or a weak reference to it.
-        own: the copy.
         plain: plain attributes of the original, as last copied.
         handle: index of the data handle that the copy was made for.
         dataset: data of the loader whose sampler the original is; None for any other object.
@@ -119,9 +118,7 @@ class TrialLoaderCopies:
     def restore(self, states: Mapping[str, Sequence[Any]] | Sequence[Any]) -> None:
         """Set copies to positions from `states`; copies made later follow when they are made.
 
-        Args:
-            states: result of `states`; or, from an older checkpoint, a list of positions in the order in which all copies
-                were made.
+        An older checkpoint has a list of positions in the order in which all copies were made.
         """
         # The older list does not tell the handles, so its positions go to copies of any handle.
         positions = states if isinstance(states, Mapping) else {"by_handle": [], "of_any_handle": states}
@@ -361,7 +358,6 @@ class _Mark:
     """A mark of a collection, not equal to an earlier mark once the collection has been replaced or changed.
 
     Attributes:
-        value: the collection.
         state: the version of a tensor, the hash of an array, or the items of any other collection.
     """
 

@@ -163,12 +163,7 @@ def _warm_up() -> None:
 
 
 class _WorkerStart:
-    """First code in a worker: sets the worker up as a forked worker would be, then calls the user's `worker_init_fn`.
-
-    Args:
-        loader: loader of the workers.
-        num_bytes: bytes sent to each worker.
-    """
+    """First code in a worker: sets the worker up as a forked worker would be, then calls the user's `worker_init_fn`."""
 
     # Whether this process has already warned of slow starts.
     is_told = False

@@ -139,10 +139,8 @@ class BatchUnits:
 
     Args:
         plan: cut of the step for this kind of batch.
-        times: times of the plan's units.
         state: the trial's long-lived tensors.
         leaves: the batch.
-        streams: the trial's random streams.
         device: any device of the pool, for host memory.
         objective: derives the root of the backward from the loss.
     """

@@ -90,8 +90,6 @@ class BurstRunner:
     Args:
         program: the trial's program, running the user's code between two marks.
         direct: runs the trial's steps.
-        state: the trial's long-lived tensors.
-        streams: the trial's random streams.
 
     Attributes:
         is_asked_to_end: returns whether an end of the present burst is requested; called after each step.

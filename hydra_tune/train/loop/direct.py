@@ -66,13 +66,6 @@ class _OpaqueError(Exception):
 class WholeModelRunner:
     """Runs the steps of one trial while the caller holds a lease on all of the trial's state.
 
-    Args:
-        task: description of the step.
-        module, optimizer: the trial's own.
-        gradients: the trial's rules for gradients.
-        streams: the trial's random streams.
-        always_sheds: as of the attribute.
-
     Attributes:
         workspace_bytes: largest room beside the state needed by the steps so far.
         passes_gate: as of `BurstSteps`.
@@ -136,11 +129,7 @@ class WholeModelRunner:
             self._lease = self._device = None
 
     def train(self, batch: Batch, share: float) -> float:
-        """Run the forward and the backward of a batch or of a piece of a batch; return the training loss.
-
-        Args:
-            batch: the batch as the user's data returned it.
-            share: the fraction of the batch's samples in the piece.
+        """Run forward and backward of a batch, or of a piece with a share of the samples; return the training loss.
 
         Raises:
             TaskError: the loss is not a scalar tensor, or the first batch's step has computed gradients itself.
@@ -174,11 +163,7 @@ class WholeModelRunner:
         return value
 
     def step(self, number: int) -> None:
-        """Take the optimizer's step, once all batches of the step have run.
-
-        Args:
-            number: of the step, from 1.
-        """
+        """Take the optimizer's step of a number, from 1, once all batches of the step have run."""
         self._follow_on()
         tracked_step, self._before = self._following, None
         self._unnote("train")
@@ -226,11 +211,7 @@ class WholeModelRunner:
         self._fresh.clear()
 
     def undo(self, mode: str) -> bool:
-        """Restore the state before the batches of a step that does not fit; return False if the state is unknown.
-
-        Args:
-            mode: "train", or "evaluate" for a validation batch.
-        """
+        """Restore the state before the batches of a step that does not fit; return False if the state is unknown."""
         backup, self._before = self._before, None
         if backup is None or (self._has_unnoted and self._changes_python.get(mode, False)):
             return False
@@ -423,7 +404,6 @@ class _TrackedStep:
         granted_bytes: initial room of the step.
         state: tensors with room on the lease already.
         gradients: gradients left by earlier batches of the step.
-        precision: precision of the step.
 
     Attributes:
         kept_bytes: lasting bytes created by the step, such as the optimizer's state.

@@ -54,9 +54,7 @@ class OptimizerStep:
     Args:
         accumulate: number of batches in a step.
         state: the trial's long-lived tensors.
-        streams: the trial's random streams.
         device: any device of the pool; decides host memory, and how the streams of random numbers are moved and compared.
-        gradients: the trial's rules for gradients.
         arrangement: the way in which the batches run together; None: one after the other.
     """
 

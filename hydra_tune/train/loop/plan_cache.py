@@ -100,8 +100,6 @@ class TrialPlanCache:
 
     Args:
         task: task to train; may be replaced before the first plan is made.
-        library: source of plans.
-        streams: the trial's random streams; a capture runs the user's code.
         device: any device of the pool, for host memory.
         share: the trial's share of host memory; a further plan may need more.
         times: times of the units of plans, measured together by all trials of a pool.

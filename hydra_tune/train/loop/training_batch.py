@@ -47,8 +47,6 @@ class BatchPart:
     """A batch of an optimizer step, or a piece of a batch.
 
     Attributes:
-        plan: cut of the step.
-        times: times of the plan's units.
         leaves: the batch or piece.
         share: fraction of the batch's samples in the piece.
         ends_batch: whether no further piece of the batch follows.

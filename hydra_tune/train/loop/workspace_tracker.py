@@ -37,14 +37,13 @@ class WorkspaceTracker(StorageTracker):  # type: ignore[no-untyped-call]
     Args:
         lease: source of room.
         granted_bytes: initial room of the step.
-        alignment: alignment of the device.
         shed: frees memory when there is no more room; None: nothing can be freed.
 
     Attributes:
         given_bytes: bytes of the batches, which no operator of the step allocates.
 
     Raises:
-        BudgetError: from an operator without room for its results, before the operator runs.
+        BudgetError: from an operator without room for its results, before the operator runs where the sizes are known.
     """
 
     def __init__(

@@ -21,9 +21,7 @@ from hydra_tune.errors import TaskError
 def left_out(frame: FrameType | None, registered: Sequence[object]) -> list[str]:
     """Return the names of variables with a state that is not registered, and so is not saved.
 
-    Args:
-        frame: frame of the user's code; its callers are looked at too, up to the code of this package.
-        registered: the registered objects.
+    The frame's callers are looked at too, up to the code of this package.
     """
     known = {id(each) for each in registered}
     for each in registered:

@@ -75,8 +75,6 @@ class ShardStepCost:
     Attributes:
         seconds: seconds of the forward and backward units for one batch.
         state_bytes: bytes of parameters and buffers.
-        gradient_bytes: bytes of gradients of parameters.
-        optimizer_bytes: bytes of optimizer state.
         value_bytes: bytes of values that come in forward.
         handed_bytes: bytes of gradients of values that come in backward.
         work_bytes: largest need of a unit beside parameters, in bytes.
