@@ -84,7 +84,7 @@ class GradientProcessor:
         """Unscale complete gradients in place, and note their norms, once all batches of the step are summed.
 
         Raises:
-            TaskError: gradients are in half precision, which loss scaling would lose.
+            TaskError: a gradient is in float16, which unscaling would lose.
         """
         if self._scale is not None:
             self._unscale(gradients, self._scale)
@@ -157,7 +157,7 @@ def inverse_of(scale: Tensor) -> Tensor:
 
 
 def check_unscalable(gradients: Mapping[str, Tensor]) -> None:
-    """Raise `TaskError` for a gradient in half precision, which unscaling would lose."""
+    """Raise `TaskError` for a gradient in float16, which unscaling would lose."""
     for name, gradient in gradients.items():
         if gradient.dtype == torch.float16:
             raise TaskError(
