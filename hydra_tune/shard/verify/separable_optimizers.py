@@ -232,7 +232,6 @@ def _value(leaf: object) -> object:
 
 
 def _state(optimizer: Optimizer, leaves: list[Tensor]) -> list[object]:
-    """Values other than tensors in the state."""
     return [
         {key: value for key, value in optimizer.state[leaf].items() if not isinstance(value, Tensor)} for leaf in leaves
     ]

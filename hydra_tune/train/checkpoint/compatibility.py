@@ -73,7 +73,7 @@ def kinds_of(module: nn.Module) -> dict[str, Any]:
 
 
 def kinds_as_built(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a description that `kinds_of` makes."""
+    """Return the part of a description that `kinds_of` makes, as of the factories."""
     return {part: description[part] for part in ("parameters", "buffers")}
 
 

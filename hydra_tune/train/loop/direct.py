@@ -241,7 +241,6 @@ class WholeModelRunner:
         self._has_unnoted = False
 
     def _trained_parameters(self) -> list[Tensor]:
-        """Return all parameters that may get a gradient."""
         module_parameters = list(self._module.parameters())
         optimizer_parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         return [p for p in dict.fromkeys([*module_parameters, *optimizer_parameters]) if p.requires_grad and p.is_leaf]

@@ -153,7 +153,6 @@ class TrainingBatch(BatchUnits):
         )
 
     def _update_blocks(self, names: tuple[str, ...]) -> list[Block]:
-        """Return the blocks needed on the device by an update."""
         if self._plan.updates_on_host:
             return []
         state = self._state
