@@ -5,7 +5,7 @@ frozen vectors of an embedding in a dozen trials. `Trial` (`trial.py`) makes the
 `LoopTrial` (`own_loop/loop_trial.py`) once the loop has registered the module, and gives the claim up when the trial is
 closed.
 
-Note: a new claim may wait up to a minute for a trial that is ending. The wait leaves the capture gate, and holds no lock.
+Note: a new claim may wait up to a minute for each trial that is ending. The wait leaves the capture gate, and holds no lock.
 """
 
 import threading

@@ -27,9 +27,7 @@ def mark_seen(module: nn.Module) -> None:
 def own_copy(module: _Module, *, is_own: bool = False) -> _Module:
     """Return the module, or a copy of a module that has a marked tensor; frozen parameters stay shared.
 
-    Args:
-        module: the module.
-        is_own: whether the module is the trial's own apart from frozen parameters, which may have been thawed since.
+    `is_own` tells whether the module is the trial's own apart from frozen parameters, which may have been thawed since.
 
     Raises:
         TaskError: a parameter that would be copied has hooks, which a copy would lack.

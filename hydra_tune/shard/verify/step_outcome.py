@@ -104,10 +104,7 @@ class StepOutcome:
 
     Attributes:
         results: the loss, or the metrics.
-        gradients: gradients of the parameters.
-        buffers: buffers after the step.
         random_state: state of the generator after the step; for a plan, before the first recompute.
-        operators: names of the computing operators.
         reads: values read by Python, in order; for a plan, only of the first run of each shard.
         functions: the user's own `torch.autograd.Function`s in the backward; for a plan, those that its graphs call.
     """
@@ -211,8 +208,8 @@ def run_eager(
         task: describes the step.
         twin: a copy of the trial's model; its buffers keep the changes of the step.
         mode: "train" or "evaluate".
-        batch: the batch; the step may change the batch.
-        guards: receives the questions of the step's Python about the batch, if any.
+        batch: the step may change the batch.
+        guards: as of `verify`.
         begins: whether the step is the first of its pass; a later step goes on in the modes that the earlier one has left.
 
     Raises:
@@ -271,11 +268,7 @@ def _own_functions(loss: Tensor) -> frozenset[type]:
 
 
 def refuse_sparse(gradients: dict[str, Tensor]) -> None:
-    """Raise `TaskError` for a sparse gradient.
-
-    Args:
-        gradients: gradient by parameter name.
-    """
+    """Raise `TaskError` for a sparse gradient, by the parameter's name."""
     for name, gradient in gradients.items():
         if gradient.layout is not torch.strided:
             raise TaskError(
