@@ -56,11 +56,7 @@ def _steady(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 class MemberRates:
-    """The members' options of a parameter group, as numbers, or as tensors that broadcast over stacked tensors.
-
-    Args:
-        groups: each member's own parameter group.
-    """
+    """The members' options of a parameter group, given each member's own group."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._groups = list(groups)
@@ -122,7 +118,7 @@ class MemberRates:
         return self.made(name, lambda: [_option(group, name) for group in self._groups])
 
     def made(self, key: Hashable, make: Callable[[], Sequence[float]]) -> tuple[float, ...]:
-        """Return numbers, one for each member, computed once per key until `read` finds changed options or too many keys."""
+        """Return numbers, one for each member; `read` drops them where options have changed or keys are too many."""
         numbers = self._made.get(key)
         if numbers is None:
             numbers = self._made[key] = tuple(make())

@@ -37,7 +37,7 @@ class StackedParameterUpdate:
         states: optimizer state of every parameter, with equal keys.
         found: tensors of the state, by key.
         rates: rates of every parameter.
-        switches: switches of the parameter groups.
+        switches: switches of the parameter groups, which are equal.
         active: whether each member takes the step.
     """
 
@@ -108,7 +108,7 @@ class StackedParameterUpdate:
         self.p.whole.add_(self.gradient.whole)
 
     def has(self, name: str) -> bool:
-        """Return whether the optimizer state has an entry."""
+        """Return whether the state has an entry."""
         return name in self._states[0]
 
     def state(self, name: str, first: Callable[[], Numbers] = float) -> FlatTensor:
@@ -166,10 +166,7 @@ class StackedParameterUpdate:
             state["steps"] = list(steps)
 
     def _of_active(self, values: tuple[float, ...]) -> tuple[float, ...]:
-        """Replace the values of resting members by the value of an active member.
-
-        Unused values then cannot prevent the use of a common float.
-        """
+        """Replace the values of resting members, which must not prevent the use of a common float."""
         if self._everybody:
             return values
         active_value = values[self._active.index(True)]
@@ -195,7 +192,6 @@ class StackedParameterUpdate:
 
 
 def _are_all_one(own: Sequence[tuple[float, ...]]) -> bool:
-    """Return whether all numbers are equal."""
     return all(values.count(own[0][0]) == len(values) for values in own)
 
 
@@ -364,5 +360,5 @@ COUNTED = (Adam, AdamW, RMSprop, Adagrad)
 
 
 def update_of(optimizer: Optimizer) -> Callable[[StackedParameterUpdate], None]:
-    """Return the update function for optimizers like the given optimizer."""
+    """Return the update function of an optimizer's class."""
     return UPDATES[type(optimizer)]
