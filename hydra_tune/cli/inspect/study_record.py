@@ -2,7 +2,7 @@
 
 `study_reader` (`run_scan.py`) finds a `StudyReader` through the entry points `hydra_tune.studies`: for the scan itself,
 for `cli/commands/plot.py` and `cli/run/export.py`, which draw, and for `cli/run/sweep_run.py`, which checks. Optuna's
-reader is in `integrations/hydra_tune_optuna/study_reader.py`.
+reader is in `integrations/hydra_tune_optuna/study_reader.py`. A reader must not import torch.
 """
 
 from dataclasses import dataclass
@@ -63,12 +63,7 @@ class StudyReader(Protocol):
         """
 
     def plot(self, storage: str, study: str, path: Path) -> tuple[str, ...]:
-        """Draw a study: learning curves, parallel coordinates and importances.
-
-        Args:
-            storage: storage of the study.
-            study: name of the study.
-            path: the file to write, `.png` or `.html`.
+        """Draw a study into a file, `.png` or `.html`: learning curves, parallel coordinates and importances.
 
         Returns:
             A sentence for each picture that could not be drawn.

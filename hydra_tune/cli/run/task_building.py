@@ -28,14 +28,11 @@ class TaskBuilder:
     function: Callable[..., Any]
 
     def __call__(self, *args: Any, **params: Any) -> TrainTask:
-        """Build a task.
+        """Build a task, which reports the metric of the sweep file.
 
         Args:
             args: the tuner's trial, for a sweep file without parameters.
             params: drawn parameters, for a sweep file with parameters.
-
-        Returns:
-            The task, which reports the metric of the sweep file.
 
         Raises:
             TaskError: the function returned something else, or a task that does not report the metric.

@@ -63,14 +63,7 @@ class DisplayOptions:
 
 
 def with_overrides(spec: SweepSpec, overrides: SweepFileOverrides) -> SweepSpec:
-    """Apply the command line's options to a sweep.
-
-    Args:
-        spec: the file's sweep.
-        overrides: the options.
-
-    Returns:
-        The sweep to run.
+    """Apply the command line's options to a file's sweep; return the sweep to run.
 
     Raises:
         SweepFileError: neither file nor options say when the sweep ends.
@@ -104,11 +97,7 @@ def with_overrides(spec: SweepSpec, overrides: SweepFileOverrides) -> SweepSpec:
 
 
 def check_saving(spec: SweepSpec, *, resume: bool) -> None:
-    """Refuse a configuration whose checkpoints could never be found again.
-
-    Args:
-        spec: the sweep, with the command line's options.
-        resume: whether to resume an interrupted sweep.
+    """Refuse a sweep whose checkpoints could never be found again, given the command line's options.
 
     Raises:
         SweepFileError: a required folder, storage or name is missing.

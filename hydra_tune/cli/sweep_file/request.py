@@ -4,8 +4,7 @@
 tuner, found through the entry points `hydra_tune.tuners` or `hydra_tune.cluster_tuners`, runs the sweep and reports events
 to a `SweepObserver`, the `SweepProgressTracker` of `cli/display/board.py`. The tuners are
 `integrations/hydra_tune_optuna/sweep.py` and, for a cluster, `integrations/hydra_tune_ray/sweep.py`. The command line
-imports no tuner; a tuner imports this module, `spec.py`, `domains.py` and `cli/inspect/study_record.py`. The module imports
-torch by way of the executor.
+must import no tuner. The module imports torch by way of the executor.
 """
 
 from collections.abc import Callable, Mapping
@@ -125,5 +124,5 @@ ClusterTuner = Callable[[ClusterRequest], None]
 
 Tuner = Callable[[SweepRequest], None]
 """Runs a sweep until the end. Raises `ConfigError` before the first trial if the sweep cannot run. Lets KeyboardInterrupt and
-Terminated through after telling every running trial that the trial failed or, where trials are saved, may be resumed.
+Terminated through once the study knows each running trial as failed or, where trials are saved, as one to resume.
 """
