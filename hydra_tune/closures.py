@@ -2,13 +2,12 @@
 
 A Python function keeps the variables of its surroundings, not their values. In `for width in widths:
 tasks.append(TrainTask(model=lambda: net(width), ...))` every model is built with the last width, because the models are
-built after the loop. `ClosureSnapshot` notes the values at construction of the task and compares the values before the
-functions run. `TrainTask` (`task.py`) takes the snapshot when a task is made, and `build_model` (`train/building.py`)
-logs the changes when a trial builds its model. `LoopTask` (`loop_task.py`) takes a snapshot of its loop;
-`LoopTrial` (`train/own_loop/loop_trial.py`) and `train_plain` (`train/own_loop/plain.py`) log the changes before the loop
-runs. `train/checkpoint/trial_checkpoint.py` searches the variables of a task (`enclosed_parts`) for averaged weights that
-no checkpoint holds, and `train/data/loader_copies.py` searches the variables of a data callable for loaders that trials
-would share.
+built after the loop. `TrainTask` (`task.py`) takes a `ClosureSnapshot` when a task is made, and `build_model`
+(`train/building.py`) logs the changes when a trial builds its model. `LoopTask` (`loop_task.py`) takes a snapshot of its
+loop; `LoopTrial` (`train/own_loop/loop_trial.py`) and `train_plain` (`train/own_loop/plain.py`) log the changes before the
+loop runs. `train/checkpoint/trial_checkpoint.py` searches the variables of a task (`enclosed_parts`) for averaged weights
+that no checkpoint holds, and `train/data/loader_copies.py` searches the variables of a data callable for loaders that
+trials would share.
 
 Note: the module knows nothing of tasks, and must neither call nor compare a user's objects: objects other than simple
 values are compared by identity.
@@ -31,7 +30,7 @@ class ClosureChange:
     """A variable that was assigned another value.
 
     Attributes:
-        argument: the name of the function's argument.
+        argument: name of the function, as of `ClosureSnapshot`.
         variable: the variable's name.
         before, now: the values in words.
     """

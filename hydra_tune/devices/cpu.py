@@ -50,12 +50,12 @@ class DefaultCpuGenerator(MersennePositions):
     """Generator of operators on CPU devices: the calling thread's own generator, or torch's default generator."""
 
     def get_state(self) -> Tensor:
-        """Return the state as a host tensor."""
+        """As of `RandomGenerator`."""
         thread_generator = own_generator()
         return torch.get_rng_state() if thread_generator is None else thread_generator.get_state()
 
     def set_state(self, state: Tensor) -> None:
-        """Set the state."""
+        """As of `RandomGenerator`."""
         thread_generator = own_generator()
         if thread_generator is None:
             torch.set_rng_state(state)
@@ -110,35 +110,35 @@ class CpuDevice:
         yield
 
     def empty(self, nbytes: int) -> Tensor:
-        """Allocate uninitialised device memory, uint8."""
+        """As of `Device`."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def host_empty(self, nbytes: int) -> Tensor:
-        """Allocate uninitialised host memory, uint8."""
+        """As of `Device`."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def on_host(self, function: Callable[[], T]) -> T:
-        """Run a function on the copy thread and wait for the result."""
+        """As of `Device`."""
         return self._copies.run(function)
 
     def start_on_host(self, function: Callable[[], None]) -> Future[None]:
-        """Run a function on the device's thread for host computing, after all earlier functions, with one intra-op thread."""
+        """As of `Device`, with one intra-op thread."""
         return self._beside.start(function)
 
     def load(self, pairs: Pairs) -> None:
-        """Copy host to device."""
+        """As of `Device`."""
         self._send(pairs, is_waited_for=True)
 
     def spill(self, pairs: Pairs) -> None:
-        """Copy device to host."""
+        """As of `Device`."""
         self._send(pairs, is_waited_for=True)
 
     def start_load(self, pairs: Pairs) -> BackgroundCopy:
-        """Copy host to device in the background."""
+        """As of `Device`."""
         return self._ahead.start(pairs, lambda handed_pairs: self._send(handed_pairs, is_waited_for=False))
 
     def start_spill(self, pairs: Pairs) -> BackgroundCopy:
-        """Copy device to host in the background."""
+        """As of `Device`."""
         return self._ahead.start(pairs, lambda handed_pairs: self._send(handed_pairs, is_waited_for=False))
 
     def reach(self, source: Device) -> DeviceCopyRoute:
@@ -150,7 +150,7 @@ class CpuDevice:
         self._take(source, pairs, is_waited_for=True)
 
     def start_take_over(self, source: Device, pairs: Pairs) -> BackgroundCopy:
-        """Copy from another CPU device's memory in the background."""
+        """As of `Device`."""
         # The copy hands its pairs over: a closure over `pairs` would keep the tensors alive beyond the copy's end.
         return self._ahead.start(pairs, lambda handed_pairs: self._take(source, handed_pairs, is_waited_for=False))
 
@@ -158,7 +158,7 @@ class CpuDevice:
         """Do nothing: a CPU operator is complete when the operator returns."""
 
     def stopwatch(self) -> WallStopwatch:
-        """Return a stopwatch on the host's clock."""
+        """As of `Device`, on the host's clock."""
         return WallStopwatch()
 
     def unit_memory(self) -> None:

@@ -50,7 +50,7 @@ _FAILED: list[torch.cuda.CUDAGraph] = []  # kept alive: allocator and generator 
 
 
 class CudaRecording:
-    """A recorded step of a group, which `fusion/compile/cuda_graph_steps.py` replays.
+    """Recorded work.
 
     Args:
         graph: the recorded graph.
@@ -87,8 +87,7 @@ class CudaRecorder:
     def record(self, run: Callable[[], Sequence[Tensor]]) -> CudaRecording:
         """Record the GPU work of a function, which is called three times; the third call is recorded, not executed.
 
-        Args:
-            run: the function; returns the tensors that it writes.
+        The function returns the tensors that the work writes.
 
         Raises:
             Exception: the work cannot be recorded; everything else continues as before.
@@ -125,7 +124,6 @@ def _stream(index: int) -> torch.cuda.Stream:
 def _captured(
     graph: torch.cuda.CUDAGraph, index: int, stream: torch.cuda.Stream, run: Callable[[], Sequence[Tensor]]
 ) -> Sequence[Tensor]:
-    """Record the work of a function on a stream."""
     # An explicit pool, so that `_abandon` can name the pool to the allocator.
     pool = torch.cuda.graph_pool_handle()
     with torch.cuda.stream(stream):

@@ -48,7 +48,7 @@ class MersennePositions:
 
     @staticmethod
     def moved(state: Tensor, count: int) -> Tensor:
-        """Return the position after `count` further draws."""
+        """As of `CountingGenerator`."""
         stream = torch.Generator()
         stream.set_state(state)
         _skip(stream, count)
@@ -67,7 +67,7 @@ class PhiloxPositions:
 
     @staticmethod
     def moved(state: Tensor, count: int) -> Tensor:
-        """Return the position after `count` further draws."""
+        """As of `CountingGenerator`."""
         moved = state.clone()
         moved.view(torch.int64)[_OFFSET] += count
         return moved

@@ -49,7 +49,7 @@ class _UntimedCopy(BackgroundCopy):
         """Return at once: the copy takes no time."""
 
     def wait_quietly(self) -> bool:
-        """Return True: the copy always succeeds."""
+        """Return True."""
         return True
 
 
@@ -83,7 +83,7 @@ class _TimedCopy(BackgroundCopy):
         device.now = max(device.now, self.end)
 
     def wait_quietly(self) -> bool:
-        """Wait for the copy; return True, because the copy always succeeds."""
+        """Wait for the copy; return True."""
         self.wait()
         return True
 
@@ -118,13 +118,13 @@ class WeightlessDevice:
     """A device with the name, budget and alignment of another device.
 
     Args:
-        like: the other device, which is not used.
+        like: the other device, which neither computes nor copies.
         link: cost of copies; None where unknown.
 
     Attributes:
         like: as given.
         moment: number of units that have ended on the device; incremented by the caller that runs units.
-        now: virtual clock in seconds; advanced by the caller that runs units.
+        now: virtual clock in seconds; advanced by the caller that runs units, and by awaited copies.
     """
 
     def __init__(self, like: Device, link: LinkCostModel | None = None) -> None:
@@ -148,11 +148,11 @@ class WeightlessDevice:
         yield
 
     def empty(self, nbytes: int) -> Tensor:
-        """Allocate device memory."""
+        """As of `Device`."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def host_empty(self, nbytes: int) -> Tensor:
-        """Allocate host memory."""
+        """As of `Device`."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def on_host(self, function: Callable[[], T]) -> T:

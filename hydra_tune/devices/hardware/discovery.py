@@ -216,7 +216,7 @@ def let_segments_grow() -> bool:
 
 
 def gpu_parts(indices: Sequence[int]) -> list[tuple[int, int | None]]:
-    """Return the devices named by a list of GPUs: pairs of GPU and number on the GPU, None for a single device."""
+    """Return the devices of a list of GPUs: pairs of GPU and number on the GPU, None for a GPU's only device."""
     counts, num_named = Counter(indices), Counter[int]()
     parts: list[tuple[int, int | None]] = []
     for index in indices:
@@ -226,10 +226,10 @@ def gpu_parts(indices: Sequence[int]) -> list[tuple[int, int | None]]:
 
 
 def gpu_share(index: int, count: int, budget: int | None, free: int, total: int, own: int = 0) -> tuple[int, float]:
-    """Return each device's budget on a GPU, and the GPU's memory fraction for all of them together.
+    """Return each device's budget on a GPU, and the GPU's memory fraction for all of the devices together.
 
     Args:
-        index: index of the GPU.
+        index: index of the GPU, for errors.
         count: number of devices on the GPU.
         budget: the requested budget of each device in bytes; None: an equal share of the free memory less a reserve.
         free: free bytes of the GPU.

@@ -22,11 +22,9 @@ _Cell = Callable[[Tensor, _State, "_RecurrentWeights"], _State]
 
 
 class _RecurrentWeights:
-    """Parameters of a layer in a direction, for stacked rows.
+    """Parameters of a layer in a direction.
 
-    Args:
-        tensors: `(N, out, in)` for the input and for the hidden state, then the biases and a projection, if any.
-        has_biases: whether there are biases.
+    `tensors` are `(N, out, in)` for the input and for the hidden state, then the biases and a projection, if any.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, has_biases: bool) -> None:
