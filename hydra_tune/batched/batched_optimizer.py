@@ -271,7 +271,6 @@ class BatchedOptimizer(StackedOptimizer):
         ]
 
     def _kind(self, p: Tensor, number: int) -> Hashable:
-        """Return the properties shared by parameters that take a step together."""
         state = self.state[p]
         if not state:
             state["steps"] = [0] * len(self.active)

@@ -173,7 +173,6 @@ class StackedParameterUpdate:
         return tuple(value if active else active_value for value, active in zip(values, self._active, strict=True))
 
     def _beside(self, own: Sequence[tuple[float, ...]]) -> list[Tensor]:
-        """Return a tensor of numbers for each part, given the numbers of each parameter group."""
         values = dict(zip(self._distinct, own, strict=True))
         return [rates.beside(values[rates], part) for rates, part in zip(self._rates, self.p.parts, strict=True)]
 
@@ -183,7 +182,6 @@ class StackedParameterUpdate:
             self._before.append((flat, flat.whole.clone()))
 
     def _mask(self) -> Tensor:
-        """Return, for every element, whether its member takes the step."""
         whole = torch.zeros_like(self.p.whole, dtype=torch.bool)
         rows = torch.tensor(self._active, device=whole.device)
         for part in self._layout.parts(whole):
@@ -247,7 +245,6 @@ def _sgd(run: StackedParameterUpdate) -> None:
 
 
 def _restore(idle: Sequence[tuple[Tensor, list[int], Tensor]]) -> None:
-    """Put back the copies of `StackedParameterUpdate.idle_momentum`."""
     for part, rows, before in idle:
         part[rows] = before
 

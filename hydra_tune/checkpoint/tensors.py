@@ -7,9 +7,9 @@ and loads checkpoints through this module, `best.py` saves weights during a sear
 `load_module` (`train/checkpoint/weights.py`), `hydra-tune best` and `hydra-tune export` (`cli/run/export.py`) save or load
 weights.
 
-Note: stored data. Tensors with overlapping memory form a group, stored once: as the member that covers the whole memory
-without gaps, else as a flat stretch under a separate name. Every other member, and a member with strides other than a
-contiguous tensor's, is a *view*: shape, strides and offset in the stored tensor. Views are in the metadata under
+Note: stored data. Tensors whose ranges of memory overlap form a group, stored once: as the member that covers the whole
+range without gaps, else as a flat stretch under a separate name. Every other member, and a member with strides other than
+a contiguous tensor's, is a *view*: shape, strides and offset in the stored tensor. Views are in the metadata under
 `hydra_tune`, with a checksum of everything in the file.
 """
 
@@ -209,7 +209,7 @@ def _in_file_order(stored: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[_TensorStorageSpan]]:
-    """Yield groups of tensors that overlap, directly or through others; each list in memory order."""
+    """Yield groups of tensors whose ranges overlap, directly or through others; each list in memory order."""
     by_storage: dict[object, list[_TensorStorageSpan]] = {}
     for name, tensor in tensors.items():
         start = tensor.storage_offset()

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first signal ends the sweep in order; a second signal or a timeout ends the process at once.
+"""Ctrl-C and SIGTERM: the first signal ends the sweep in order; a second signal or a timeout ends the process out of order.
 
 `run_sweep` (`sweep_run.py`) enters `stops` just before the tuner runs, and leaves `stops` once the pool is shut down.
 

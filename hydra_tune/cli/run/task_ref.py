@@ -76,7 +76,6 @@ def _check_place(spec: SweepSpec, name: str, folder: str) -> None:
 
 
 def _told(error: BaseException) -> str:
-    """Describe an error with its line, past the frames of the import system."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SyntaxError):
         return text

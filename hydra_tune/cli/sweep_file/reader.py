@@ -137,7 +137,6 @@ def _problem(detail: Mapping[str, Any], marked: YamlDocument) -> YamlProblem:
 
 
 def _as_parameter(name: Any, value: Any) -> str:
-    """Return a hint for a value in the place of a parameter's map."""
     key = "values" if isinstance(value, list) else "value"
     return f"; for {'a choice' if key == 'values' else 'a fixed value'} write {name}: {{{key}: {as_written(value)}}}"
 
@@ -171,7 +170,6 @@ def _model_at(path: tuple[Any, ...], data: Any) -> type[BaseModel]:
 
 
 def _contradictions(model: sweep_model.SweepFileDocument, marked: YamlDocument) -> Iterator[YamlProblem]:
-    """Find contradictions between keys."""
     for name in model.parameters or ():
         if not name.isidentifier() or keyword.iskeyword(name):
             yield YamlProblem(

@@ -4,7 +4,6 @@ Stacked members lie otherwise than a member alone: behind a convolution the chan
 `flatten` copies such a tensor. So `flatten(h).relu_()` changes `h` in a member's own run, and a copy of `h` in a group.
 `StackedGraph` (`batched_graph.py`) makes the search when a graph is stacked, refuses a graph with such a write, and asks
 `overwritten` which views must be open to writes. The module must not know trials, groups or pools, and runs no operator.
-Only positional arguments count as written.
 """
 
 from collections.abc import Iterator, Sequence

@@ -168,7 +168,6 @@ class StackedGraph:
             self._plan(node, self._apart(node.target, arguments, keywords, draws=True), arguments, keywords)
 
     def _add_draw(self, node: fx.Node, record: fx.Graph, inputs: Sequence[fx.Node]) -> None:
-        """Add a random operator as its recorded primitives."""
         placed: dict[fx.Node, Any] = {}
         input_nodes = iter(inputs)
         for primitive in record.nodes:
@@ -352,10 +351,7 @@ class StackedGraph:
     def _dtype_check(
         self, target: Any, are_stacked: Sequence[bool]
     ) -> Callable[[Any, Sequence[Any], dict[str, Any]], bool]:
-        """Return a function that tells whether a stacked result has the dtypes of a member's result.
-
-        Dtypes may differ only under autocast.
-        """
+        """Return a function that tells, under autocast, whether a stacked result has the dtypes of a member's result."""
         expected: list[torch.dtype] | None = None
 
         def keeps(result: Any, found: Sequence[Any], given: dict[str, Any]) -> bool:

@@ -139,7 +139,6 @@ def _by_layer(parameters: Sequence[Tensor], count: int, *, has_biases: bool) -> 
 def _layer(
     cell: _Cell, x: Tensor, state: _State, weights: _RecurrentWeights, *, backwards: bool
 ) -> tuple[Tensor, _State]:
-    """Run a layer in a direction; return the outputs in time order, and the last state."""
     inputs = weights.of_inputs(x).unbind(1)
     outputs: list[Tensor] = []
     for moment in reversed(inputs) if backwards else inputs:

@@ -52,7 +52,7 @@ class SummedLosses:
 
 
 def scales_of(objective: Objective) -> Tensor | None:
-    """Return the members' loss scales; None if losses are not scaled."""
+    """Return the loss scales of a group's objective; None if losses are not scaled."""
     return objective.scales if isinstance(objective, SummedLosses) else None
 
 
