@@ -42,11 +42,9 @@ class ClosureChange:
 
 
 class ClosureSnapshot:
-    """Snapshot of the variables that some functions read.
+    """Snapshot of the variables that some functions, by argument name, read.
 
-    Args:
-        functions: the functions, by argument name. Numbers, texts, bytes and None are noted by value; any other
-            value, a tuple included, by its identity.
+    Numbers, texts, bytes and None are noted by value; any other value, a tuple included, by its identity.
     """
 
     __slots__ = ("_functions", "_noted")
@@ -79,11 +77,9 @@ class ClosureSnapshot:
 
 
 def enclosed_parts(given: object, *, with_globals: bool = False) -> Iterator[tuple[str, object]]:
-    """Iterate over the closure variables of a function, each by name with its value, or with each part of a container.
+    """Iterate over a function's closure variables, and the globals that it reads if wanted: names with values.
 
-    Args:
-        given: the function; any other object has no parts.
-        with_globals: whether the globals that the function reads count as well.
+    A dict, list or tuple gives each of its parts. Any other object than a function has no parts.
     """
     function = _function(given)
     if function is None:

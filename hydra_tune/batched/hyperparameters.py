@@ -44,11 +44,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _steady(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return the options that no scheduler of torch changes.
-
-    A scheduler of the user's own may change any option. Plain steps read the present value, and a planned step refuses to
-    run with another value than the step was traced with (`UpdateTracer.rates`).
-    """
+    """Return the options that no scheduler of torch changes; a scheduler of the user's own may change any option."""
     # Cyclic schedulers move momentum or betas and leave these keys, so no option counts as steady then.
     if any(name in group for name in _OF_SCHEDULERS):
         return {}

@@ -65,10 +65,9 @@ class StackedParameterUpdate:
         return tuple(self._states[0]["steps"])
 
     def numbers(self, key: Hashable, make: Callable[[MemberRates], Sequence[float]]) -> Numbers:
-        """Return rates that may change at every step, for `mul_`, `product_` and `add_`.
+        """Return rates that may change at every step, for `mul_`, `product_` and `add_` alone (note above).
 
-        In float32 and float64 these round equally for a common number and for separate numbers, so the form may change
-        from step to step. In 16 bits separate numbers are rounded first (`MemberRates.beside`).
+        In 16 bits separate numbers are rounded first (`MemberRates.beside`).
 
         Args:
             key: identifies the rates within the step.

@@ -166,13 +166,9 @@ def generations(folder: Path) -> list[int]:
 
 
 def load_checkpoint(path: Path) -> CheckpointContent:
-    """Read the last good checkpoint.
+    """Read the last good checkpoint of a trial's folder, or the generation of a manifest.
 
-    Args:
-        path: a trial's folder, or the manifest of one generation.
-
-    Returns:
-        The saved state. If the last generation of a folder is damaged, the generation before, with a warning.
+    If the last generation of a folder cannot be used, the generation before is read, with a warning.
 
     Raises:
         CheckpointError: there is no checkpoint, or no complete checkpoint.

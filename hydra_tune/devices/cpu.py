@@ -1,14 +1,13 @@
 """`CpuDevice`: a virtual accelerator on the CPU, with its own memory budget and with real copies.
 
-Nearly all code above the devices is the same as on a GPU, so the whole system runs, and is tested, without a GPU; a few
-modules, such as `fusion/runtime/planned_executor.py`, ask for the simulated link of a `CpuDevice`.
+`fusion/runtime/planned_executor.py` and others ask for the simulated link of a `CpuDevice`.
 `devices/hardware/discovery.py` opens CPU devices when a pool starts; `train/timing/step_timing.py` and
 `shard/cost/eager_pilot.py` open further devices for the length of a measurement. `WeightlessDevice` (`weightless.py`) draws
 from the same `DefaultCpuGenerator`. The module must not know blocks, models or trials.
 
-Note: links. A device with a limited link has a single link for all copies. A copy from another device occupies the
-source's outgoing link and the target's incoming link at the same time, for as long as the slower link needs. Every
-thread takes links in the same order, so two devices that copy from each other cannot deadlock.
+Note: links. A device with a limited link has a single link for all copies. A copy from another device occupies the links
+of both devices at the same time, for as long as the slower link needs. Every thread takes links in the same order, so two
+devices that copy from each other cannot deadlock.
 
 Note: copying threads. The waiting thread itself makes an awaited copy: waking another thread, and being woken by a
 thread on another core with cold caches, costs a small model a fifth of its step. No torch dispatch mode sees such a
@@ -179,7 +178,7 @@ class CpuDevice:
 
     def _take(self, source: Device, pairs: Pairs, *, is_waited_for: bool) -> None:
         assert isinstance(source, CpuDevice), "not in reach"
-        # Sorted by id, the same order on every thread: two devices that copy from each other cannot deadlock.
+        # Sorted by id, the same order on every thread (note above).
         links = sorted({link for link in (source.link, self.link) if link is not None}, key=id)
         _over(links, pairs, is_waited_for=is_waited_for)
 

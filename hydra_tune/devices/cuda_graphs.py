@@ -8,9 +8,8 @@ Note: stream order. Before the recording, the work runs twice on a stream used f
 these runs, libraries choose their kernels and allocate the workspaces that they keep for the stream; the graph uses the
 same workspaces. The recording stream waits for all work requested on the current stream, and the current stream then waits
 for the recording stream. The recording stream is a high-priority stream, because torch reuses its few streams: an ordinary
-stream might be the same as a copy stream, and a copy requested during the recording would become part of the graph. (The
-graph's kernels keep the high priority.) A replay runs on the current stream, in order with the work before and after.
-`CudaRecording.drop` waits for that stream, since a replay may still be queued.
+stream might be the same as a copy stream, and a copy requested during the recording would become part of the graph. A
+replay runs on the current stream, in order with the work before and after.
 
 Note: restrictions during a recording. The recording thread must not wait for the GPU, read values from the GPU, copy
 from or to unpinned memory, or draw from a generator unknown to the graph. CUDA raises an error in these cases, and the
@@ -27,8 +26,7 @@ never given back, and no thread can draw from the default generator. Therefore t
 and a failure is followed by the repair of each of these states. The generator needs another, empty recording, because
 only a successful recording tells the generator that none is under way.
 
-Note: memory. Allocations during a recording lie in a pool of the graph's own. The allocator gives no memory of this
-pool to others until the graph is dropped.
+Note: memory. Allocations during a recording lie in a pool of the graph's own until the graph is dropped.
 """
 
 import threading

@@ -1,9 +1,8 @@
 """`WeightlessDevice`: a stand-in for a device where only sizes count: copies move nothing, and nothing is sent to a GPU.
 
-Inside torch's `FakeTensorMode`, the allocated memory takes no space, so a step can be rehearsed for a device that does
-not exist. `pool/dry_run/report.py` makes the devices, and `PoolRehearsal` (`pool/dry_run/executor.py`) runs units on the
-devices while `HydraExecutor.plan` forecasts a pool. The module must not know blocks, models or trials. A device has no
-thread and no lock: one thread rehearses.
+Inside torch's `FakeTensorMode`, the allocated memory takes no space. `pool/dry_run/report.py` makes the devices, and
+`PoolRehearsal` (`pool/dry_run/executor.py`) runs units on the devices while `HydraExecutor.plan` forecasts a pool. The
+module must not know blocks, models or trials. A device has no thread and no lock: one thread rehearses.
 
 Note: virtual clock. `PoolRehearsal` advances `now` by the units' times. An awaited copy advances `now` itself, if the
 cost of copies is known. A background copy is over when the clock has reached the copy's end. Background copies run in

@@ -102,11 +102,7 @@ def find_runs(
 
 
 def find_run(name: str | None, storage: str | None) -> SweepRunRecord:
-    """Find one run by the user's word for the run.
-
-    Args:
-        name: as for `runs_at`; None: the only one of the working folder.
-        storage: storage of the study; None: any storage of the folder.
+    """Find one run by the user's word for the run, as for `runs_at`; None: the only run of the working folder.
 
     Raises:
         ConfigError: there is no such run, or several.

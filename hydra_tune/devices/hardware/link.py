@@ -1,12 +1,11 @@
 """Copy speed of a device: as measured, and as assumed for decisions before a run.
 
 Decisions before a run, except the placement of updates, use an assumed speed, because a decision by measurement could
-differ from run to run: on a machine with other work, one copy can be ten times as fast as another (note in
-`shard/cost/compute_estimate.py`). A link with a given bandwidth has that bandwidth. `pool/runtime/cut_budget.py` gives
-the assumed link, or the measured speeds for `optimizer_placement="auto"`, to the planner of shards when a model is cut;
-`survey.py` measures the links for `hydra-tune devices`. `train/timing/step_timing.py` starts from the assumed link where a
-forecast measures copies. The passes that decide by copy times, such as `shard/cost/activation_policy.py`, take a
-`LinkCostModel` and never measure.
+differ from run to run (note in `shard/cost/compute_estimate.py`). `pool/runtime/cut_budget.py` gives the assumed link,
+or the measured speeds for `optimizer_placement="auto"`, to the planner of shards when a model is cut; `survey.py`
+measures the links for `hydra-tune devices`. `train/timing/step_timing.py` starts from the assumed link where a forecast
+measures copies. The passes that decide by copy times, such as `shard/cost/activation_policy.py`, take a `LinkCostModel`
+and never measure.
 """
 
 import functools

@@ -6,9 +6,8 @@ autocast. Autocast itself tells what is cast: a probe runs the operator on tenso
 `_FOUND` keeps the answer for each kind of operands in a process. An operator that autocast does not know, but that torch
 composes of operators which autocast may know, runs under autocast; so does an operator with results that no casts of the
 operands explain. `StackedGraph` (`batched_graph.py`) prepares the operands of each node, and checks the dtypes of results.
-The module must not know trials, groups or pools.
-
-Note: `_FOUND` has no lock: threads that probe the same operator at once find the same answer.
+The module must not know trials, groups or pools. `_FOUND` has no lock: threads that probe the same operator at once find
+the same answer.
 """
 
 from collections.abc import Sequence
