@@ -125,10 +125,7 @@ def _is_summed_up(node: fx.Node, dimension: object) -> bool:
 
 
 def _turn(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
-    """Replace the transpose of a product by the product of the transposes.
-
-    The result then lies in memory in the order in which it is read.
-    """
+    """Replace the transpose of a product by the product of the transposes, which lies in memory as the result is read."""
     if not _swaps_rows(node):
         return
     *bias, left, right = product.args
@@ -153,7 +150,6 @@ def _turn(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
 
 
 def _swaps_rows(node: fx.Node) -> bool:
-    """Return whether a node transposes each member's matrix."""
     # Counted from the end, -1 and -2 are the rows and columns behind the members only in a tensor of three dimensions.
     return set(node.args[1:]) == {1, 2} or (set(node.args[1:]) == {-1, -2} and _dimensions(node) == _MATRICES)
 

@@ -232,7 +232,7 @@ class SweepProgressTracker:
         return max(0, self._num_planned - len(self._entries))
 
     def _next_step(self) -> str | None:
-        """Advice after an interruption, or where this run had no trial to begin; None otherwise."""
+        """Return advice after an interruption, or where this run had no trial to begin."""
         spec, entries = self._spec, self._entries.values()
         if self._command is None:
             return None

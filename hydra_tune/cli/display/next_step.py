@@ -18,7 +18,7 @@ _ONCE = frozenset({"resume", "as_json", "no_live", "event_log", "timeline"})  # 
 
 
 def masked(text: str) -> str:
-    """Replace the password of a database's URL, for places that other people read."""
+    """Replace the password before the host of a database's URL, for places that other people read."""
     return _PASSWORD.sub(r"\1:***@", text)
 
 
