@@ -55,11 +55,7 @@ def _held(path: Path, study: str) -> CheckpointError:
 
 
 class SweepFolder(LockedFolder):
-    """The folder of one sweep, locked against other processes.
-
-    Args:
-        checkpoint_dir: existing folder of the trials' checkpoints.
-        study: name of the study.
+    """The folder of one sweep, in the existing folder of the trials' checkpoints, locked against other processes.
 
     Attributes:
         path: path of the folder.

@@ -63,10 +63,7 @@ class AwaitedCopyThread:
 
 
 class BackgroundCopy:
-    """A background copy.
-
-    Args:
-        pairs: sources and targets; held until the end of the copy.
+    """A background copy, which holds its tensors until its end.
 
     Attributes:
         began_ns, ended_ns: begin and end of the copy, by the clock of `time.perf_counter_ns`; 0 before.

@@ -48,11 +48,9 @@ _FAILED: list[torch.cuda.CUDAGraph] = []  # kept alive: allocator and generator 
 
 
 class CudaRecording:
-    """Recorded work.
+    """A recorded graph.
 
-    Args:
-        graph: the recorded graph.
-        stream: the stream of the replays.
+    Attributes:
         outputs: tensors that the graph writes.
         nbytes: size of the graph's memory pool in bytes.
     """

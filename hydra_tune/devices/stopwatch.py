@@ -41,11 +41,7 @@ class WallStopwatch:
 
 
 class CudaStopwatch:
-    """Time on a GPU's stream from the first operator to the last, including waits for the host and for copies.
-
-    Args:
-        device: the GPU.
-    """
+    """Time on a GPU's stream from the first operator to the last, including waits for the host and for copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -18,12 +18,7 @@ TERMINAL_BACK = b"\x1b[?25h\x1b[?1049l"
 
 
 def isolates(spec: SweepSpec, wanted: bool | None, *, is_on_cluster: bool) -> bool:
-    """Whether a sweep runs in a process of its own.
-
-    Args:
-        spec: the sweep, with the command line's options.
-        wanted: the command line's choice; None: isolate wherever possible.
-        is_on_cluster: whether the sweep runs on a cluster.
+    """Return whether a sweep, with the command line's options, runs in a process of its own; None: wherever possible.
 
     Raises:
         ConfigError: isolation is requested but not possible.

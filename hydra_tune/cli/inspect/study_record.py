@@ -48,11 +48,7 @@ class StudyReader(Protocol):
         """
 
     def check(self, spec: SweepSpec, *, resume: bool) -> tuple[int, int | None]:
-        """Refuse a sweep that cannot begin.
-
-        Args:
-            spec: the sweep.
-            resume: whether the study must be there.
+        """Refuse a sweep that cannot begin; with `resume`, the study must be there.
 
         Returns:
             The trials of the study that have ended, and the trials that would run; None: without limit.

@@ -83,19 +83,10 @@ def run_sweep(
     resume: bool = False,
     beginning: RestartContext | None = None,
 ) -> int:
-    """Run a sweep and show the result.
+    """Run a sweep and show the result; return the exit code of the program.
 
-    Args:
-        spec: the sweep.
-        display: the user's choice of display.
-        timeout_seconds: no trial starts later; None: no limit.
-        timeline: the file for the timeline; None: no timeline.
-        event_log: the file for the event log; None: no log.
-        resume: whether a study to resume must exist.
-        beginning: a supervisor's account of the run so far; None: no supervisor.
-
-    Returns:
-        The exit code of the program.
+    No trial starts later than `timeout_seconds`. With `resume`, a study to resume must exist. `beginning` is a supervisor's
+    account of the run so far.
     """
     beginning = beginning or RestartContext()
     if timeline is not None and not _is_writable(timeline):

@@ -17,12 +17,7 @@ from hydra_tune.task import TrainTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskBuilder:
-    """The user's function, with a check of its result, and with the sweep's metric.
-
-    Args:
-        spec: the sweep.
-        function: the function named by `task:`.
-    """
+    """The user's function, named by `task:`, with a check of its result, and with the sweep's metric."""
 
     spec: SweepSpec
     function: Callable[..., Any]

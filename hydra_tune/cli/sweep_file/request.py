@@ -104,12 +104,8 @@ class SweepRequest:
 class ClusterRequest:
     """Everything that a tuner needs to run a sweep on a cluster with a pool on each node.
 
-    Args:
-        spec: the sweep.
-        address: of the cluster.
-        function: the function named by `task:`, from a module of this process.
-        build: builds the task from the drawn parameters, by keyword.
-        observer: receives the events.
+    `function` is the function named by `task:`, from a module of this process. `build` takes the drawn parameters by
+    keyword.
     """
 
     spec: SweepSpec

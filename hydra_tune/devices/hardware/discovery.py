@@ -72,13 +72,9 @@ def open_devices(
 def open_device(
     name: str, device_memory: str | int | None = None, link_bandwidth: str | int | None = None, *, cpu_budget: int
 ) -> Device:
-    """Open a device by name.
+    """Open a device by a name such as "cuda:1" or "cpu:3"; other arguments are as of `open_devices`.
 
-    Args:
-        name: "cuda:1", "cpu:3".
-        device_memory: as of `open_devices`.
-        link_bandwidth: as of `open_devices`.
-        cpu_budget: budget of a CPU device in bytes, where `device_memory` is None.
+    A CPU device gets the budget `cpu_budget`, in bytes, where `device_memory` is None.
 
     Raises:
         ConfigError: there is no such device, or the device has less memory.

@@ -147,12 +147,7 @@ class StackedGraph:
             self._add_operation(node, {})
 
     def _add_operation(self, node: fx.Node, placed: Mapping[fx.Node, Any]) -> None:
-        """Add a node of the graph, or of a region.
-
-        Args:
-            node: the node to add.
-            placed: for nodes of a region, the node or value that stands for each.
-        """
+        """Add a node of the graph or of a region; `placed` has the nodes or values that stand for nodes of a region."""
         arguments: Any = fx.node.map_arg(node.args, lambda n: self._bodies.get(n, placed.get(n, n)))
         keywords: Any = fx.node.map_arg(node.kwargs, lambda n: self._bodies.get(n, placed.get(n, n)))
         draws = draws_random_numbers(node)
