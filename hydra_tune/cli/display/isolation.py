@@ -18,7 +18,9 @@ TERMINAL_BACK = b"\x1b[?25h\x1b[?1049l"
 
 
 def isolates(spec: SweepSpec, wanted: bool | None, *, is_on_cluster: bool) -> bool:
-    """Return whether a sweep, with the command line's options, runs in a process of its own; None: wherever possible.
+    """Return whether a sweep, with the command line's options, runs in a process of its own.
+
+    With `wanted` None, a sweep does so wherever possible.
 
     Raises:
         ConfigError: isolation is requested but not possible.
