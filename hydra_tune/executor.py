@@ -6,7 +6,7 @@ threads; a caller thread submits, waits, copies a job's state, plans, reads figu
 checkpoints. The module must not know any tuner. People import `HydraExecutor` from `hydra_tune`; `hydra-tune sweep`
 (`cli/run/sweep_run.py`), `hydra-tune check` (`cli/dry_run/checking.py`) and `hydra-tune plan` (`cli/dry_run/planning.py`)
 make executors, and each Ray pool makes one executor (`NodePoolRuntime` of `hydra_tune_ray`). Studies of `hydra_tune_optuna`
-call an executor given by the user.
+and searches of `hydra_tune_transformers` call an executor given by the user.
 
 Note: locks. `_lock` guards only the start of the pool and `_is_shut_down`, because several threads may share an executor
 and make the first call at once. No call holds `_lock` while user code runs or a unit is awaited. A pool belongs to the
@@ -946,7 +946,7 @@ class HydraExecutor:
 
 
 def _options_of(cls: type[HydraExecutor]) -> list[str]:
-    """Names of the options that an executor class and its bases take by keyword."""
+    """Return the options that an executor class and its bases take by keyword."""
     by_keyword = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     # Subclasses may take options of their own, and pass all others on. `object`, whose `__init__` names no options, is last.
     initializers = [vars(kind)["__init__"] for kind in cls.__mro__[:-1] if "__init__" in vars(kind)]
@@ -955,7 +955,7 @@ def _options_of(cls: type[HydraExecutor]) -> list[str]:
 
 
 def _checked(tasks: Iterable[TrainTask]) -> list[TrainTask]:
-    """Return the tasks as a list, after checking every item before the first is trained."""
+    """Return the tasks as a list, every item checked."""
     if not isinstance(tasks, Iterable):
         raise ConfigError(f"run takes a TrainTask, or an iterable of them, not {type(tasks).__name__}")
     tasks_list = list(tasks)

@@ -1,6 +1,6 @@
 """Files to keep: private to the user, and whole or absent whatever happens to the process or the machine.
 
-The modules of this package that keep files call these functions at each write or removal, and
+`best.py`, `folder.py`, `sweep_folder.py` and `tensors.py` keep their files with these functions, and
 `pool/checkpointing/writer.py` makes the `checkpoint_dir` with `make_private_folder` when an executor is made.
 
 Note: atomic writes. The content first goes to a file beside the target, with mode 0600 and a unique name. The file is
@@ -70,20 +70,16 @@ def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file whole; see `replacing`.
-
-    Raises:
-        FileError: the system refuses; the content of `path` is unchanged.
-    """
+    """Write a file whole, as `replacing`."""
     with replacing(path) as file:
         file.write(content)
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file, if it exists.
+    """Remove a file, if the file exists.
 
     Raises:
-        FileError: the system refuses.
+        FileError: the system refuses, or there is no such folder.
     """
     try:
         path.unlink(missing_ok=True)
@@ -126,13 +122,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def file_error(what: str, path: Path, error: OSError) -> FileError:
-    """Return the project's error for a system error.
-
-    Args:
-        what: the failed action, as in "cannot WHAT 'path'".
-        path: path of the file.
-        error: the system's error.
-    """
+    """Return the project's error for a system error: "cannot WHAT 'path': ..."."""
     return FileError(
         f"cannot {what} {str(path)!r}: [Errno {error.errno}] {error.strerror or error}; free disk space, make the "
         f"path writable for this user, or give another path",

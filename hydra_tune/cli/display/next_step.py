@@ -47,10 +47,7 @@ def command_of(context: click.Context) -> str:
 def how_to_go_on(command: str, *, is_kept: bool, saves: bool) -> str:
     """Describe how an interrupted sweep goes on.
 
-    Args:
-        command: runs the sweep again.
-        is_kept: whether the study is in a storage, under a name.
-        saves: whether running trials have checkpoints.
+    `is_kept` tells whether the study is in a storage, under a name; `saves`, whether running trials have checkpoints.
     """
     if not is_kept:
         return (

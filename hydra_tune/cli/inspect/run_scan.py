@@ -1,10 +1,11 @@
 """Finds the runs of a folder or a storage, by event logs, sweep files and storages; needs no server.
 
 `hydra-tune list` and `hydra-tune status` (`cli/commands/list.py`) call `runs_at`; `show`, `best`, `plot` and `export`
-call `find_run`. `cli/run/sweep_run.py` and `cli/run/export.py` share `study_reader`. A run is known by its storage and
-its study; logs of one study belong to one run, and a log whose study was in memory is a run of its own. Scanning only
-reads: an SQLite file of the folder is opened as a storage only if Optuna's tables are there, because Optuna would add
-them to any other.
+call `find_run`. `cli/commands/plot.py`, `cli/run/sweep_run.py` and `cli/run/export.py` share `study_reader`, and
+`integrations/hydra_tune_optuna/sweep.py` calls `absolute_storage`. A run is known by its storage and its study; logs of
+one study belong to one run, and a log whose study was in memory is a run of its own. Scanning only reads: an SQLite file
+that no sweep file or log names is opened as a storage only if Optuna's tables are there, because Optuna would add the
+tables to any other; a locked file counts as having the tables.
 """
 
 import shlex
@@ -65,7 +66,7 @@ def find_runs(
 
     Args:
         folder: with sweep files, storages, and event logs there or in `runs`.
-        storage: looks only for studies in this storage.
+        storage: storage of the studies; None: all storages of the folder.
         also: a sweep file or an event log elsewhere.
 
     Returns:
@@ -101,11 +102,7 @@ def find_runs(
 
 
 def find_run(name: str | None, storage: str | None) -> SweepRunRecord:
-    """Find one run by the user's word for the run.
-
-    Args:
-        name: as for `runs_at`; None: the only one of the working folder.
-        storage: storage of the study; None: any storage of the folder.
+    """Find one run by the user's word for the run, as for `runs_at`; None: the only run of the working folder.
 
     Raises:
         ConfigError: there is no such run, or several.
@@ -143,11 +140,7 @@ def runs_at(place: str, storage: str | None) -> tuple[list[SweepRunRecord], list
 
 
 def _runs_of(path: Path, storage: str | None) -> list[SweepRunRecord]:
-    """Find the runs of a file, the newest first.
-
-    Args:
-        path: a sweep file, an event log or an SQLite file.
-        storage: storage of the study; None: that of the file.
+    """Find the runs of a sweep file, an event log or an SQLite file; at least one.
 
     Raises:
         ConfigError: there is no run, or the storage cannot be read.
@@ -269,7 +262,7 @@ def _storages(folder: Path, specs: Iterable[SweepSpec], logs: Iterable[RunState]
 
 
 def _is_database(path: Path) -> bool:
-    """Whether a file is an SQLite database with Optuna's tables; Optuna would add its tables to any other."""
+    """Whether a file is an SQLite database with Optuna's tables; True for a locked file."""
     if path.suffix not in _DATABASES or not path.is_file():
         return False
     try:

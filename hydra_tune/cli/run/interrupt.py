@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first signal ends the sweep in order; a second signal or a timeout ends the process at once.
+"""Ctrl-C and SIGTERM: the first signal ends the sweep in order; a second signal or a timeout ends the process out of order.
 
 `run_sweep` (`sweep_run.py`) enters `stops` just before the tuner runs, and leaves `stops` once the pool is shut down.
 
@@ -28,7 +28,7 @@ _CLOSED = 0  # no signal has this number
 
 
 class StopSignalHandler:
-    """State of the signals' requests.
+    """The first signal, and the reaction to signals.
 
     Args:
         within_seconds: longest time from the first signal to the end of the process.
@@ -64,7 +64,7 @@ class StopSignalHandler:
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     def watch(self, pipe: socket.socket) -> None:
-        """Read signals from a pipe until the pipe closes; the body of the listening thread."""
+        """Read signals from a pipe until `_CLOSED`; the body of the listening thread."""
         first = _next(pipe, None)
         if first == _CLOSED or first is None:
             return
@@ -135,13 +135,8 @@ def stops(
 ) -> Iterator[StopSignalHandler]:
     """Within the block, raise at the first signal; a second signal or the given time ends the process.
 
-    Does nothing outside the main thread, since only the main thread receives signals.
-
-    Args:
-        within_seconds: as of `StopSignalHandler`.
-        on_first: as of `StopSignalHandler`.
-        first_words: as of `StopSignalHandler`.
-        last_words: as of `StopSignalHandler`.
+    Does nothing outside the main thread, since only the main thread receives signals. Arguments are as of
+    `StopSignalHandler`.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, from anywhere in the block.

@@ -68,13 +68,9 @@ def open_devices(
 def open_device(
     name: str, device_memory: str | int | None = None, link_bandwidth: str | int | None = None, *, cpu_budget: int
 ) -> Device:
-    """Open a device by name.
+    """Open a device by a name such as "cuda:1" or "cpu:3"; other arguments are as of `open_devices`.
 
-    Args:
-        name: "cuda:1", "cpu:3".
-        device_memory: as of `open_devices`.
-        link_bandwidth: as of `open_devices`.
-        cpu_budget: budget of a CPU device in bytes, where `device_memory` is None.
+    A CPU device gets the budget `cpu_budget`, in bytes, where `device_memory` is None.
 
     Raises:
         ConfigError: there is no such device, the device has less memory, or a bandwidth for a GPU.
@@ -218,7 +214,7 @@ def let_segments_grow() -> bool:
 
 
 def gpu_parts(indices: Sequence[int]) -> list[tuple[int, int | None]]:
-    """Return the devices named by a list of GPUs: pairs of GPU and number on the GPU, None for a single device."""
+    """Return the devices of a list of GPUs: pairs of GPU and number on the GPU, None for a GPU's only device."""
     counts, num_named = Counter(indices), Counter[int]()
     parts: list[tuple[int, int | None]] = []
     for index in indices:
@@ -228,10 +224,10 @@ def gpu_parts(indices: Sequence[int]) -> list[tuple[int, int | None]]:
 
 
 def gpu_share(index: int, count: int, budget: int | None, free: int, total: int, own: int = 0) -> tuple[int, float]:
-    """Return each device's budget on a GPU, and the GPU's memory fraction for all of them together.
+    """Return each device's budget on a GPU, and the GPU's memory fraction for all of the devices together.
 
     Args:
-        index: index of the GPU.
+        index: index of the GPU, for errors.
         count: number of devices on the GPU.
         budget: the requested budget of each device in bytes; None: an equal share of the free memory less a reserve.
         free: free bytes of the GPU.
