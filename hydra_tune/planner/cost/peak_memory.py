@@ -1,8 +1,8 @@
 """Algorithm G: the bytes on the device, instruction by instruction.
 
-`planner/passes/swap_recompute.py` simulates all segments here before each decision, and the other passes simulate their
-changes. `planner/search/portfolio.py` takes the peak of each finished plan, and `PlannedStep`
-(`fusion/runtime/step_planner.py`) simulates the ends as well.
+`planner/passes/swap_recompute.py` simulates all segments here in each round, and the other passes simulate their changes.
+`planner/search/portfolio.py` takes the peak of each finished plan, and `PlannedStep` (`fusion/runtime/step_planner.py`)
+simulates the ends as well.
 
 Differs: the paper adds up five sums over tensors, and counts `static_mem` and, in line 3, swapped and recomputed
 tensors twice. Here every storage is counted once, from the instruction that makes the storage to the instruction that
@@ -37,22 +37,12 @@ class SegmentMemory:
 
 
 def simulated(schedule: SubArraySchedule, segment: ScheduleSegment) -> SegmentMemory:
-    """Return the memory that a segment needs.
-
-    Args:
-        schedule: the decisions.
-        segment: of the schedule.
-    """
+    """Return the memory that a segment needs."""
     return followed(stretched(schedule, segment), start_bytes(schedule, segment))
 
 
 def followed(pieces: Iterable[Instruction | InstructionSlice], start: int) -> SegmentMemory:
-    """Return the memory that a list of instructions needs.
-
-    Args:
-        pieces: in order.
-        start: bytes on the device at the beginning.
-    """
+    """Return the memory that a list of instructions needs, beginning with `start` bytes on the device."""
     state = _SegmentMemorySimulator(start)
     for piece in pieces:
         if isinstance(piece, InstructionSlice):
@@ -63,12 +53,7 @@ def followed(pieces: Iterable[Instruction | InstructionSlice], start: int) -> Se
 
 
 def curve(schedule: SubArraySchedule, segment: ScheduleSegment) -> tuple[int, ...]:
-    """Return the bytes on the device during each instruction of a segment.
-
-    Args:
-        schedule: the decisions.
-        segment: of the schedule.
-    """
+    """Return the bytes on the device during each instruction of a segment."""
     live, live_bytes = start_bytes(schedule, segment), []
     for instruction in lowered(schedule, segment):
         live += instruction.made_bytes

@@ -18,9 +18,6 @@ from hydra_tune.planner.ir.plan_state import ScheduleSegment, SubArraySchedule
 def verify_schedule(schedule: SubArraySchedule) -> None:
     """Verify all segments and ends of a schedule.
 
-    Args:
-        schedule: the decisions.
-
     Raises:
         AssertionError: an invariant does not hold.
     """
@@ -32,11 +29,6 @@ def verify_instructions(
     schedule: SubArraySchedule, segment: ScheduleSegment, instructions: Sequence[Instruction]
 ) -> None:
     """Verify that operators run once and in order, and read only storages that are on the device.
-
-    Args:
-        schedule: the decisions.
-        segment: of the schedule.
-        instructions: of the segment.
 
     Raises:
         AssertionError: an invariant does not hold.
@@ -122,9 +114,6 @@ class _SegmentVerifier:
 
 def verify_graph(graph: fx.Graph) -> None:
     """Verify that every copy is waited for, and no node uses a tensor that has left the device.
-
-    Args:
-        graph: merged.
 
     Raises:
         AssertionError: an invariant does not hold.
