@@ -91,11 +91,8 @@ class Pool:
     Args:
         devices: opened devices; the pool closes the devices at shutdown.
         library: makes plans for the smallest device.
-        policy: see `hydra_tune.schedule`.
-        max_concurrent: number of jobs admitted at the same time.
         host_bytes: host memory in bytes for the state of all admitted jobs.
         instrument: returns a context manager; a worker enters the context manager around every unit.
-        admission: see `Scheduler`.
         recorder: records decisions and units; None: nothing is recorded.
         host: host tier that sends state beyond `host_bytes` to disk; None: the host has to hold all state.
         sends_ahead: whether a device prefetches blocks of the next unit during compute.
@@ -226,7 +223,7 @@ class Pool:
             self._start_preparer()
 
     def hint_at_fusion(self) -> None:
-        """Have the dispatcher log a hint, at most once, when trials as a fused group may be several times faster."""
+        """Have workers log a hint, at most once, when trials as a fused group may be several times faster."""
         self._core.hint = FusionAdvisor()
 
     @property

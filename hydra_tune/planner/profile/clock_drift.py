@@ -27,11 +27,7 @@ _LEAST_SECONDS = 1e-6  # in case a clock advances in larger steps
 
 
 class CpuPaceMeter:
-    """Pace of a CPU.
-
-    Args:
-        now: returns seconds.
-    """
+    """Pace of a CPU."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -65,24 +61,14 @@ class CpuPaceMeter:
 
 
 class PacedTimer:
-    """Times a repeated action relative to the pace before and after each run.
-
-    Args:
-        pace: of the machine.
-    """
+    """Times a repeated action relative to the pace before and after each run."""
 
     def __init__(self, pace: CpuPaceMeter) -> None:
         self._pace = pace
         self._found: list[tuple[float, float]] = []
 
     def time(self, action: Callable[[], float], times: int, *, counts: bool) -> None:
-        """Run the action some times.
-
-        Args:
-            action: returns the seconds of a run.
-            times: number of runs.
-            counts: whether these runs count.
-        """
+        """Run the action, which returns the seconds of a run, some times; the runs count if `counts`."""
         pace_before = self._pace.seconds()
         for _ in range(times):
             seconds = action()

@@ -24,12 +24,7 @@ _LEAST_SECONDS = 2e-5  # about what a thread needs to wake up, in case noise hid
 
 
 def hand_seconds(device: torch.device, now: Callable[[], float] = time.perf_counter) -> float:
-    """Return the seconds that the hand-over of a copy takes of the computing thread; 0 on a GPU, where streams copy.
-
-    Args:
-        device: of the computation.
-        now: returns seconds.
-    """
+    """Return the seconds that the hand-over of a copy takes of the computing thread; 0 on a GPU, where streams copy."""
     if device.type != "cpu":
         return 0.0
     copies = ThreadCopyEngine({"map": _BYTES})

@@ -162,11 +162,7 @@ def figures_of(
 ) -> StepFigures:
     """Return the figures of trials of a single kind.
 
-    Args:
-        array: number of trials -> profiled sub-array; called once for each number.
-        num_trials: number of trials in each system.
-        device_bytes: the device's memory.
-        is_duplex: whether copies in both directions go side by side.
+    `array` takes a number of trials, and is called once for each number.
     """
     profiles: dict[int, SubArrayProfile] = {}
 

@@ -32,10 +32,6 @@ _LOGGER = logging.getLogger(__name__)
 class OutOfMemoryHandler:
     """Handles real shortage of memory for a device's worker.
 
-    Args:
-        device: the device.
-        pager: pager of the device.
-
     Attributes:
         units_repeated: number of repeated units.
     """
@@ -47,11 +43,6 @@ class OutOfMemoryHandler:
 
     def run(self, trial: str, unit: PendingUnit, attempt: Callable[[], float]) -> float:
         """Run a unit, and repeat the unit if memory runs out.
-
-        Args:
-            trial: name of the trial.
-            unit: the unit.
-            attempt: runs the unit; returns seconds.
 
         Raises:
             OutOfMemoryError: memory ran out in the repeat, too, or the unit cannot be repeated.

@@ -171,13 +171,7 @@ class PoolRehearsal:
 
     Args:
         trials: rehearsals by trial name, in the order of submission.
-        devices: devices without bytes.
-        policy: policy of the scheduler.
-        max_concurrent: most trials admitted at the same time.
-        admission: as of the scheduler.
-        num_steps: optimizer steps of each trial.
         sends_ahead: whether a device prefetches blocks of the next unit during compute.
-        stage: context of the whole rehearsal.
 
     Attributes:
         pagers: pagers by device.

@@ -22,9 +22,7 @@ class RehearsalError(ConfigError):
 def failure_of(name: str, error: Exception) -> HydraTuneError:
     """Return the error that explains why a trial cannot be planned.
 
-    Args:
-        name: name of the trial.
-        error: the error raised during planning, possibly by the trial's own code, which a plan runs as training does.
+    The error may come from the trial's own code, which a plan runs as training does.
     """
     if isinstance(error, HydraTuneError):
         return error

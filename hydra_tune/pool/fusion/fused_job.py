@@ -25,11 +25,7 @@ class FusedJob:
 
     Args:
         job: the job as the driver sees it.
-        keeper: saves the job's trial.
-        begin: returns the saved state to continue from, if any.
-        priority: priority of the carrier.
         max_retries: how often the job may begin again after faults of the system.
-        staggered: whether the carrier is a staggered job of the pool.
         fusion_size: the most members of a group that this job forms; None: as many as of any job.
 
     Attributes:

@@ -41,12 +41,7 @@ class GroupJobSource(Protocol):
 
 
 class GroupEndHandler(GroupJobListener, GroupMemberListener):
-    """Handles the events of carriers, and the ends of members.
-
-    Args:
-        table: the jobs.
-        carrying: submits another carrier for jobs that continue.
-    """
+    """Handles the events of carriers, and the ends of members."""
 
     def __init__(self, table: FusedJobTable, carrying: GroupJobSource) -> None:
         self._table = table

@@ -68,11 +68,6 @@ class GroupJobLauncher:
     """Gives jobs carriers, and prepares the carriers' trials.
 
     Args:
-        table: the jobs.
-        library: plan library of the pool.
-        most: the largest number of members in a group.
-        chooser: as of `GroupMatcher`.
-        backend: backend of `torch.compile` for the steps of groups; None: steps are not compiled.
         plans_steps: as `fusion_planner` of `ExecutorSettings`.
 
     Attributes:

@@ -34,7 +34,6 @@ class MemberLoaders(MemberLoaderSource):
     """Loaders of the jobs of a `FusedPool`.
 
     Args:
-        table: the jobs.
         looking: called when the thread that searches for members has been given up.
     """
 

@@ -67,10 +67,8 @@ class LiveGroup:
     """A group with its present and future members; the `GroupDelegate` of the group's trial.
 
     Args:
-        pool: runs the group.
         carrier: the pool's job that runs the group.
         key: the fusion key of all members.
-        most: the largest number of members.
         keeping: receives news about members.
         building: thread that makes plans for other sizes.
         timer: thread that wakes the group at the end of a wait.

@@ -96,13 +96,11 @@ class JobState:
     """A job in the pool.
 
     Args:
-        job: the job's public side.
         on_failure: called by other jobs' units when bytes of the job could not be kept.
         log: receives the job's reports; None: no log.
         keeper: saves the job; None: the job is not saved.
         begin: returns the saved state to continue from, if any; called when the job is prepared.
         max_retries: how often the job may begin again after faults of the system.
-        faults: the job's faults so far.
         repeats: for a job that begins again, the last report announced to the driver; None: no report yet.
         make_trial: factory of the job's trial, called with the arguments of `Trial`.
 

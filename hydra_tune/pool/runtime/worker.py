@@ -59,9 +59,6 @@ class Worker:
     """Runs units on a device.
 
     Args:
-        core: the pool's dispatcher.
-        device: the worker's device.
-        pager: pager of the device.
         instrument: returns a context manager, entered around every unit.
         recorder: records units; None: nothing is recorded.
         losses: handles the loss of the device.
