@@ -180,7 +180,6 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        """Start all threads, and tell the scheduler of the devices."""
         for name in self._workers:
             self._start_worker(name)
         self._start_preparer()
@@ -378,7 +377,6 @@ class Pool:
             raise HydraTuneError("a recorded run keeps its devices; make the HydraExecutor without record=True")
 
     def _check_fits(self, device: Device) -> None:
-        """Refuse a device unfit for the pool's plans."""
         budget = self._library.budget
         if device.budget_bytes < budget.budget_bytes:
             raise ConfigError(

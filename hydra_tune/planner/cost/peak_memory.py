@@ -70,7 +70,6 @@ class _SegmentMemorySimulator:
         self._by_rank: list[int] = []
 
     def does(self, one: Instruction) -> None:
-        """Account for a single instruction."""
         # Made bytes are there from the beginning of the instruction, and freed bytes up to its end.
         self._live += one.made_bytes
         if not one.is_backward:
@@ -88,7 +87,6 @@ class _SegmentMemorySimulator:
             self._forward = one.rank + 1
 
     def runs(self, one: InstructionSlice) -> None:
-        """Account for consecutive operators."""
         line, begin, end = one
         beyond = self._live - line.before[begin]
         top = line.top(begin, end)
@@ -110,7 +108,6 @@ class _SegmentMemorySimulator:
             self._most = self._live
 
     def memory(self) -> SegmentMemory:
-        """Return the memory found so far."""
         backward, forward = self._at
         by_rank = (*self._by_rank, self._most)
         return SegmentMemory(peak_bytes=self._peak, peak_backward=backward, peak_forward=forward, by_rank=by_rank)

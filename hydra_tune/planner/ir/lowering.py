@@ -183,7 +183,6 @@ class _SubArrayLowering:
         return instruction
 
     def again(self, one: FeatureMap) -> InstructionSequence:
-        """Return the operators that recompute a feature map."""
         recomputation = self.decisions.recomputes[one.name]
         key = ("again", one.name, recomputation.ops)
         if key not in self.known:

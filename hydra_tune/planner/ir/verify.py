@@ -83,7 +83,6 @@ class _SegmentVerifier:
             assert not is_coming, f"{one.kind} {one.rank} of {array.name} uses {name}, which is on its way"
 
     def moves(self, one: Instruction) -> None:
-        """Check a copy, or the end of a copy."""
         key = (one.side, one.storage)
         if one.kind in self._moving:
             assert one.kind is InstructionKind.PREFETCH or key in self._there, f"{key} is sent away and is not there"
@@ -104,7 +103,6 @@ class _SegmentVerifier:
         self._there -= freed_keys
 
     def ends(self) -> None:
-        """Check that everything has run, and no copy is under way."""
         assert not any(self._moving.values()), f"{self._moving} are on their way at the end"
         for side, is_backward in ((self._segment.backward, True), (self._segment.forward, False)):
             if side is not None:

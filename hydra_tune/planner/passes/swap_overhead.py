@@ -104,7 +104,6 @@ class _SwapOverheadSearch:
         self._now = simulated(self._trial, self._segment)
 
     def proposal(self, *, is_interleaved: bool) -> SwapProposal:
-        """Return the prompt and slots that the search finds for the swap, and the seconds of the delay."""
         if self._candidate.name in self._array.at_once:
             # The computing thread makes both copies itself, so nothing runs beside them.
             copy_seconds = self._candidate.map.out_seconds + self._candidate.map.in_seconds

@@ -84,8 +84,6 @@ def copies_for(device: torch.device, sizes: Mapping[str, int], link: SimulatedLi
 
 @dataclass(slots=True)
 class _ThreadCopyHandle:
-    """A copy under way in a thread."""
-
     to: Tensor
     source: Tensor | None
     is_done: threading.Event | None  # None: copied at once

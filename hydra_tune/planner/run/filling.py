@@ -13,8 +13,6 @@ from torch import fx
 
 @dataclass(frozen=True, slots=True)
 class _ValueIndex:
-    """Place of a node's value."""
-
     place: int
 
 

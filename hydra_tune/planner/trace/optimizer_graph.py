@@ -269,11 +269,6 @@ class UpdateTracer:
         return requested_rates
 
     def _check_constants(self, group: int, options: Sequence[str]) -> None:
-        """Refuse a step with another value of an option than the constant of the traced step.
-
-        Raises:
-            UnfusableError: as said.
-        """
         rates = self._rates[group]
         for name in options:
             held = self._constants[group].get(name)
@@ -296,7 +291,6 @@ class UpdateTracer:
         ask: Callable[[Sequence[float], Any], Any],
         begun: Sequence[bool] | None = None,
     ) -> list[str]:
-        """Run the update of a parameter, and return the options that the update has asked for."""
         counts = {"steps": list(steps), "begun": [step > 0 for step in steps] if begun is None else list(begun)}
         everybody = [True] * self.count
         update_arguments: tuple[Any, ...] = (

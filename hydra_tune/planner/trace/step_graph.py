@@ -183,7 +183,6 @@ class _StepGraphBuilder:
         self._clipped: ClippingNodeEmitter | None = None
 
     def built(self) -> StepGraph:
-        """Return the graph of the step."""
         arguments = [
             *(f"state_{place}" for place in range(len(self._names))),
             *(f"constant_{place}" for place in range(self._num_constants)),

@@ -179,7 +179,6 @@ class NextUnitPredictor:
         ahead.notice_front()
 
     def _forget(self, job: str) -> None:
-        """Forget a job that is over."""
         self._ahead.notice(job)
         self._ahead.unclaim(job)
         self._concerned.discard(job)

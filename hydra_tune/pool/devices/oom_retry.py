@@ -92,7 +92,6 @@ class OutOfMemoryHandler:
         return self._device.reclaim()
 
     def _message(self, trial: str, unit: PendingUnit, error: Exception, outcome: str) -> str:
-        """Error message: needed and available memory, and remedies."""
         blocks = sum(block.nbytes for block in dict.fromkeys(unit.blocks()))
         needed, room = format_bytes(blocks + unit.workspace_bytes), format_bytes(unit.workspace_bytes)
         # Measured with the device emptied, so that blocks of other trials do not count as taken by other programs.

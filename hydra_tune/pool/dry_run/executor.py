@@ -125,7 +125,6 @@ class _RehearsedTrial:
 
     @property
     def unit(self) -> Unit | None:
-        """The due unit as the scheduler sees it."""
         return None if self.pending is None else unit_of(self.pending)
 
     def news(self) -> tuple[int, str | None] | None:
@@ -141,8 +140,6 @@ class _RehearsedTrial:
 
 
 class _RehearsedDevice:
-    """A rehearsed device: the device, its pager and its prefetch."""
-
     def __init__(self, device: WeightlessDevice, pager: Pager, *, sends_ahead: bool) -> None:
         self.device, self.pager = device, pager
         self.prefetch = BlockPrefetcher(pager) if sends_ahead else None

@@ -392,7 +392,6 @@ class _ForecastBuilder:
         )
 
     def perform(self, policy: Policy, *, max_concurrent: int, admission: str) -> PoolForecast:
-        """Rehearse, and return the observed forecast."""
         name, part = next(iter(self._parts.items()))
         if not self._is_known(part.key):
             result = self._performed(policy, max_concurrent=max_concurrent, admission=admission)

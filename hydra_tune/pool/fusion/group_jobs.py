@@ -60,7 +60,6 @@ class _AbsorbedTrial(Trial):
     """Stand-in for a trial that a group has taken over in the meantime; runs nothing."""
 
     def advance(self) -> None:
-        """End at once, as cancelled."""
         self.outcome = "cancelled"
 
 
@@ -193,10 +192,7 @@ class GroupJobLauncher:
         Slow data loaders bring several jobs into preparation at once. The jobs form groups one after the other, and each
         waits for others of its kind whose first batch is still to come. Otherwise each job would find no other job to take.
 
-        Args:
-            entry: a job that can be fused.
-            ticket: the ticket of its carrier.
-            patience: longest wait in seconds for the first batches of others.
+        The job waits at most `patience` seconds for the first batches of others.
         """
         changed = self._table.pool.changed
 

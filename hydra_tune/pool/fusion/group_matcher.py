@@ -262,7 +262,6 @@ class GroupMatcher:
         taken: Sequence[FusedJob],
         chooser: GroupSizeChooser,
     ) -> GroupSizeChoice:
-        """Choose how many jobs to compute together, and log the choice."""
         member = entry.trial
         assert member is not None
         all_steps = _steps([entry, *taken])
@@ -386,5 +385,4 @@ class GroupMatcher:
 
 
 def _steps(entries: Sequence[FusedJob]) -> list[float]:
-    """Remaining optimizer steps of each built job."""
     return [steps_of(entry.trial) for entry in entries if entry.trial is not None]

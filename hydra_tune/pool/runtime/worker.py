@@ -129,7 +129,7 @@ class Worker:
             self._leave()
 
     def _leave(self) -> None:
-        """Write back and free the blocks of a device that leaves, working or lost."""
+        """Write back and free the blocks of a leaving device, or declare the loss of the device."""
         name = self._device.name
         try:
             self._pager.empty()
