@@ -23,7 +23,6 @@ class SegmentMemory:
     """Memory that a segment needs.
 
     Attributes:
-        peak_bytes: most bytes on the device at once.
         peak_backward: rank that the backward has reached at the peak.
         peak_forward: rank that the forward has reached at the peak.
         by_rank: most bytes from the end of the previous backward operator to the end of each; the last entry is for the

@@ -53,8 +53,6 @@ class SwapProposal:
     Attributes:
         seconds: delay of the step (`s_overhead`).
         prompt: rank of the backward operator before which the copy back begins (`prefetch_prompt`).
-        slots: as of `SubArrayDecisions`.
-        case: of the paper.
     """
 
     seconds: float

@@ -37,8 +37,6 @@ class AllowedPlanActions:
     """Actions that a plan may use.
 
     Attributes:
-        swaps: whether feature maps may be swapped.
-        recomputes: whether feature maps may be recomputed.
         interleaves: whether forward operators may be multiplexed into a backward.
         is_duplex: whether copies in both directions go side by side.
     """

@@ -131,8 +131,6 @@ class GraphMeasurements:
     """Measurements, by node or storage name.
 
     Attributes:
-        seconds: of each node.
-        workspace_bytes: of each node.
         out_seconds: of each feature map's copy to the host.
         in_seconds: of each feature map's copy back.
         hand_seconds: of the computing thread, for each copy that another thread makes.

@@ -30,11 +30,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class OutOfMemoryHandler:
-    """Handles real shortage of memory for a device's worker.
-
-    Attributes:
-        units_repeated: number of repeated units.
-    """
+    """Handles real shortage of memory for a device's worker."""
 
     def __init__(self, device: Device, pager: Pager) -> None:
         self.units_repeated = 0

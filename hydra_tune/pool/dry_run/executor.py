@@ -171,9 +171,7 @@ class PoolRehearsal:
         sends_ahead: whether a device prefetches blocks of the next unit during compute.
 
     Attributes:
-        pagers: pagers by device.
         seconds: virtual time of the last unit's end.
-        num_units: number of units run.
         deciding_seconds: CPU seconds of the scheduler and of the choice of blocks to prefetch.
         marks: cumulative bytes moved at the end of each step of any trial.
     """

@@ -8,11 +8,7 @@ from hydra_tune.errors import ConfigError, HydraTuneError, TaskError
 
 
 class RehearsalError(ConfigError):
-    """A trial whose steps cannot be rehearsed, possibly beside other trials with working rehearsals.
-
-    Attributes:
-        name: name of the trial.
-    """
+    """A trial whose steps cannot be rehearsed, possibly beside other trials with working rehearsals."""
 
     def __init__(self, message: str, *, name: str) -> None:
         super().__init__(message)

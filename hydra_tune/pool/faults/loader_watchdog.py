@@ -80,11 +80,7 @@ class MemberLoaderSource(Protocol):
 
 
 class DrawingMember(Protocol):
-    """A member that is not the trial of a record.
-
-    Attributes:
-        job: the member's job.
-    """
+    """A member that is not the trial of a record."""
 
     job: Job
 

@@ -37,16 +37,14 @@ class FusedJob:
         why_apart: reason for which the latest comparison with a job of the same key has failed; "" if none has.
         seat: the job's present or former slot in a group; None before the first slot.
         is_seated: whether the job holds the slot now.
-        is_taken: whether another job's carrier has taken, or is about to take, the job.
-        is_building: whether the trial is being built for a group with room.
+        is_taken: whether another job's carrier, or a running group, has taken the job.
+        is_building: whether the trial is being built and compared for another job's group.
         is_forming: whether the job's carrier is looking for other members.
         is_offered: whether this carrier waits, and another carrier may take the job.
         most: how many jobs of the same kind may form a group, or a pair of groups that take turns; 0: not determined
             yet.
         each: members of the larger group of such a pair; 0: as many as `most`.
         kept: members of a group that fits a device without a plan, to fall back to from planned steps; 0: no such group.
-        told: the last report announced to the driver.
-        faults: the job's faults so far.
         candidate: the job's trial during the comparison with another job's trial.
         loader_error: the error of the job if its data loader is interrupted.
     """

@@ -68,9 +68,6 @@ class GroupJobLauncher:
 
     Args:
         plans_steps: as `fusion_planner` of `ExecutorSettings`.
-
-    Attributes:
-        ends: handles the ends of carriers and members.
     """
 
     def __init__(

@@ -53,7 +53,6 @@ class SmallerGroupFallback:
     """Alternative to planned steps: smaller groups that need no plan.
 
     Attributes:
-        size: members of each smaller group.
         seconds: measures a step of such a group now, given a member and a batch of the member.
         is_compared: whether such groups take over where planned steps prove slower.
     """

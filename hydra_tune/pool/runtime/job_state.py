@@ -126,9 +126,9 @@ class JobState:
         begins_again: whether the job ends only to begin again.
         is_detached: whether the job's thread waits for the trial's loader while another worker serves the device.
         detached_ns: time of the last such wait's beginning, by the clock of `time.perf_counter_ns`.
-        is_abandoned: whether the pool has given up waiting for the detached thread.
-        has_to_end_burst: whether the scheduler wants the running burst to end after the present step.
-        turn: lock of whoever advances the trial, or saves the trial during the wait at a report.
+        is_abandoned: whether the pool has given up waiting for the thread that draws for the job.
+        has_to_end_burst: whether the running burst has to end after the present step, for another job or a leaving device.
+        turn: lock of the thread that advances, saves or ends the trial.
         telling: lock held from the end of a unit that ran beside others until the scheduler knows that the device is
             idle. Without the lock, a unit that becomes due in between and belongs on the device would go to another
             device.
