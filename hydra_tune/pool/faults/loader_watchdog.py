@@ -150,7 +150,8 @@ class LoaderWatchdog:
         core = self._core
         for record in core.abandoned:
             clock = self._clock(record)
-            # Any other thread that draws is a device's only worker, which has begun to wait within the last second.
+            # Any other thread that draws is a device's only worker, which, but for a recorded run, began to wait within the
+            # last second.
             may_hang = record.is_detached or core.scheduler.phases.get(record.job.key) is JobPhase.PREPARING
             if clock is None or not may_hang:
                 continue
