@@ -34,13 +34,13 @@ class FusedJob:
         stop: the end requested by the driver, if any.
         trial: the job's own trial, once built.
         key: the fusion key, once known; for a trial that cannot be fused, an object equal to no key.
-        why_apart: reason for which the latest comparison with a job of the same key has failed; "" if none has.
+        why_apart: reason of the latest failed comparison with a job of the same key; "" if none has failed.
         seat: the job's present or former slot in a group; None before the first slot.
         is_seated: whether the job holds the slot now.
         is_taken: whether another job's carrier, or a running group, has taken the job.
         is_building: whether the trial is being built and compared for another job's group.
         is_forming: whether the job's carrier is looking for other members.
-        is_offered: whether this carrier waits, and another carrier may take the job.
+        is_offered: whether the job's carrier waits, and another carrier may take the job.
         most: how many jobs of the same kind may form a group, or a pair of groups that take turns; 0: not determined
             yet.
         each: members of the larger group of such a pair; 0: as many as `most`.
