@@ -41,8 +41,6 @@ class GanttLane:
 
     Args:
         top: of the lane's bars, from -0.5 to 0.5 within the row.
-        height: of the lane's bars.
-        alpha: opacity of the lane's bars.
         label: beside the lane; None: no label.
     """
 
@@ -57,12 +55,9 @@ class GanttChart:
     """A picture to draw.
 
     Args:
-        title: above the picture.
         rows: names, the first at the top.
         lanes: parts of each row, by name; drawn in this order.
-        bars: all bars.
         span: visible range, in seconds.
-        row_inches: height of a row.
         names_jobs: whether a legend names the jobs' colours.
     """
 

@@ -1,8 +1,9 @@
 """Checkpoints beside training: when a trial is saved, where to, and the writer thread.
 
-`pool/pool.py` and `pool/fusion/fused_pool.py` make a `TrialCheckpointer` for each submitted job, as the trial's keeper;
-`train/trial.py` and `train/own_loop/loop_trial.py` call the keeper between two steps of the trial. A driver's thread or a
-group's thread calls `answer` while the trial waits.
+`pool/pool.py` and `pool/fusion/fused_pool.py` make a `TrialCheckpointer` for each job of a driver, as the trial's keeper;
+`train/trial.py` and `train/own_loop/loop_trial.py` call the keeper between two steps of the trial. A driver's thread, the
+`timer` thread (`pool/fusion/job_table.py`) or the thread that advances a group calls `answer` while the trial stands
+between two steps.
 
 Note: waiting. Between two steps, the thread that runs a trial copies the trial's state to a host buffer. Training goes
 on, and the writer thread writes the buffer to disk. A pool has a single buffer, so checkpoints take host memory for a
@@ -237,13 +238,10 @@ class TrialCheckpointer:
     """Saves a single trial.
 
     Args:
-        checkpoints: checkpoints of the pool.
         name: name of the trial, for messages.
         path: the folder for the trial's checkpoints; None: no checkpoints.
-        labels: labels stored in each checkpoint.
 
     Attributes:
-        path: as given.
         has_any: whether a checkpoint of the trial exists or is being written.
     """
 

@@ -81,11 +81,7 @@ class MemberLoaderSource(Protocol):
 
 
 class DrawingMember(Protocol):
-    """A member that is not the trial of a record.
-
-    Attributes:
-        job: the member's job.
-    """
+    """A member that is not the trial of a record."""
 
     job: Job
 
@@ -108,8 +104,6 @@ class LoaderWatchdog:
     """Watches the loaders of a pool's trials, on a thread of its own.
 
     Args:
-        core: the pool's dispatcher.
-        times: how long the pool waits for loaders.
         replace_worker: starts a new worker for a device; called under the pool's lock.
         replace_preparer: starts a new preparer in place of the given thread; called under the pool's lock.
         leaves_devices: whether a waiting trial leaves its device before the pool gives up on its loader.

@@ -60,7 +60,6 @@ class _AbsorbedTrial(Trial):
     """Stand-in for a trial that a group has taken over in the meantime; runs nothing."""
 
     def advance(self) -> None:
-        """End at once, as cancelled."""
         self.outcome = "cancelled"
 
 
@@ -68,15 +67,7 @@ class GroupJobLauncher:
     """Gives jobs carriers, and prepares the carriers' trials.
 
     Args:
-        table: the jobs.
-        library: plan library of the pool.
-        most: the largest number of members in a group.
-        chooser: as of `GroupMatcher`.
-        backend: backend of `torch.compile` for the steps of groups; None: steps are not compiled.
         plans_steps: as `fusion_planner` of `ExecutorSettings`.
-
-    Attributes:
-        ends: handles the ends of carriers and members.
     """
 
     def __init__(
@@ -198,10 +189,7 @@ class GroupJobLauncher:
         Slow data loaders bring several jobs into preparation at once. The jobs form groups one after the other, and each
         waits for others of its kind whose first batch is still to come. Otherwise each job would find no other job to take.
 
-        Args:
-            entry: a job that can be fused.
-            ticket: the ticket of its carrier.
-            patience: longest wait in seconds for the first batches of others.
+        The job waits at most `patience` seconds for the first batches of others.
         """
         changed = self._table.pool.changed
 

@@ -41,10 +41,6 @@ class GroupMatcher:
     """Finds members for groups.
 
     Args:
-        table: the jobs.
-        plans: makes the groups' plans.
-        library: plan library of the pool.
-        most: the largest number of members in a group.
         chooser: decides whether trials gain by fusion; None: all compatible trials are fused.
         sizes: decides how many trials beyond a device's room form a group with planned steps; None: no planned steps.
 
@@ -138,12 +134,7 @@ class GroupMatcher:
         return min(self._most if limit is None else limit.most, entry.fusion_size or self._most)
 
     def others(self, entry: FusedJob, wanted: MemberBatchRequest | None, device: Device) -> list[FusedJob]:
-        """Find the other members for a job's group.
-
-        Args:
-            entry: the job.
-            wanted: the job's first batch; None for a job that has begun in a group.
-            device: any device of the pool.
+        """Find the other members for a job's group; `wanted` is the first batch of a job that has not begun in a group.
 
         Raises:
             UnfusableError: the job has to run alone.
@@ -271,7 +262,6 @@ class GroupMatcher:
         taken: Sequence[FusedJob],
         chooser: GroupSizeChooser,
     ) -> GroupSizeChoice:
-        """Choose how many jobs to compute together, and log the choice."""
         member = entry.trial
         assert member is not None
         all_steps = _steps([entry, *taken])
@@ -395,5 +385,4 @@ class GroupMatcher:
 
 
 def _steps(entries: Sequence[FusedJob]) -> list[float]:
-    """Remaining optimizer steps of each built job."""
     return [steps_of(entry.trial) for entry in entries if entry.trial is not None]

@@ -31,9 +31,6 @@ class GroupSizeLimit:
 class FusedJobTable:
     """Live jobs and groups.
 
-    Args:
-        pool: runs the groups.
-
     Attributes:
         entries: the jobs by key, in the order of submission.
         groups: running groups by their carrier's key.

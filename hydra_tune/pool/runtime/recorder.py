@@ -20,14 +20,7 @@ from hydra_tune.simulate.recorded.recording import RecordedDevice, Recording
 
 
 class PoolRecorder:
-    """The recording of a pool, from its beginning.
-
-    Args:
-        devices: devices of the pool.
-        policy: name of the policy.
-        max_concurrent: number of jobs admitted at the same time.
-        admission: order of admission.
-    """
+    """The recording of a pool, from its beginning."""
 
     def __init__(self, devices: Sequence[Device], policy: str, max_concurrent: int, admission: str) -> None:
         self._devices = tuple(RecordedDevice(name=device.name, budget_bytes=device.budget_bytes) for device in devices)
