@@ -12,7 +12,7 @@ leave the buffers of the copy changed.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,7 @@ from hydra_tune.shard.capture.precision import eager_autocast
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.capture.step_module import step_module
 from hydra_tune.shard.execute.chain import ShardChain, parameter_gradient_key
+from hydra_tune.shard.execute.compute import backward_nodes
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.task import TrainTask
 
@@ -241,20 +242,6 @@ def run_eager(
         functions=functions,
         reads=tuple(operators.reads),
     )
-
-
-def backward_nodes(root: Tensor) -> Iterator[Any]:
-    """Iterate over the nodes of a tensor's autograd graph, each once, in no particular order."""
-    visited: set[Any] = {None}
-    # A list and not a recursion, because a graph may be deeper than Python's stack.
-    unvisited: list[Any] = [root.grad_fn]
-    while unvisited:
-        node = unvisited.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        unvisited += [following for following, _ in node.next_functions]
-        yield node
 
 
 def _own_functions(loss: Tensor) -> frozenset[type]:

@@ -44,8 +44,8 @@ from hydra_tune.shard.capture.precision import eager_autocast
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.capture.step_module import evaluation_metrics, training_loss
 from hydra_tune.shard.cost.pilot import aligned
+from hydra_tune.shard.execute.compute import rounds_otherwise_under_modes
 from hydra_tune.shard.python_state.state_guard import PythonStateUndo, step_functions
-from hydra_tune.shard.verify.step_outcome import backward_nodes
 from hydra_tune.task import Batch, TrainTask, backward_called, returned
 from hydra_tune.train.data.handles import moved, tensors_of
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
@@ -486,8 +486,7 @@ class _TrackedStep:
             for parameter in parameters:
                 hook = parameter.register_post_accumulate_grad_hook(self._made_gradient)  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
-            # Wherever a mode is active, torch takes a way to the gradient of `prod` that rounds differently.
-            stack.enter_context(nullcontext() if _has_product(root) else self._tracked())
+            stack.enter_context(nullcontext() if rounds_otherwise_under_modes(root) else self._tracked())
             with self._saved.hooks():
                 yield
 
@@ -511,11 +510,6 @@ class _TrackedStep:
 
     def _tracked(self) -> Any:
         return self._tracker if self._is_tracked else nullcontext()
-
-
-def _has_product(root: Tensor) -> bool:
-    """Whether the backward of a root differentiates `torch.prod`."""
-    return any(node.name().startswith("ProdBackward") for node in backward_nodes(root))
 
 
 def _quick_key(mode: str, batch: Any) -> Hashable:
