@@ -28,7 +28,7 @@ class TrialRecord:
     Args:
         number: the tuner's number of the trial, from 0.
         state: how the trial ended.
-        value: of the metric.
+        value: the metric, or None without a value.
         params: drawn parameters.
         is_feasible: whether the trial violates no constraints.
     """

@@ -27,7 +27,7 @@ class SurveyedDevice:
 
     Attributes:
         name: e.g. "cpu:0" or "cuda:1".
-        model: the maker's name.
+        model: the maker's model name.
         free_bytes: free memory in bytes: of the GPU, or of the host for CPU devices.
         total_bytes: total bytes of the same memory.
         budget_bytes: the budget that a pool would take, in bytes.

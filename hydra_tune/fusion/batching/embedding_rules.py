@@ -44,7 +44,7 @@ def embedding_bag(
 ) -> Sequence[Tensor | None] | None:
     """Reduce bags of `(N, rows, width)`, ids `(N, ids)` and offsets `(N, bags)` to `(N, bags, width)`.
 
-    Other results of the operator are left out. Return None with `padding_idx`, `include_last_offset` (ids may belong to no
+    Other results of the operator are left out. Return None with a padding row, `include_last_offset` (ids may belong to no
     bag) or `scale_grad_by_freq`.
     """
     if include_last_offset or (padding_idx is not None and padding_idx >= 0):

@@ -206,7 +206,9 @@ class GroupPlanFactory:
         rows: HeadAssignment | None = None,
         counted: Mapping[str, MaskedReduction] | None = None,
     ) -> PreparedPlan:
-        """Return a member's plan stacked for a group, the same object for all groups; arguments are as of `stacked_plan`.
+        """Return a member's plan stacked for a group; arguments are as of `stacked_plan`.
+
+        Groups with equal arguments get the same object, as long as the factory keeps the plan.
 
         Raises:
             UnfusableError: the plan cannot be stacked; the message gives the reason.
