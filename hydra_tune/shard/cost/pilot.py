@@ -1,10 +1,10 @@
 """The pilot: measures the bytes needed by a shard's units, by running the units on fake tensors.
 
 The pilot runs the very functions of a real run, but under `FakeTensorMode`, while `StorageTracker` follows the storages
-made by the functions. Nothing is allocated. Operands of a unit (parameters, values, gradients) count with the bytes of
-the blocks that will hold the operands; all further storages made by the unit count as its workspace. Workspaces that a
-kernel keeps to itself are the known exception: fake kernels do not show such workspaces, and `workspace.py` adds only
-those of oneDNN's recurrent layers.
+made by the functions. Operands of a unit (parameters, values, gradients) count with the bytes of the blocks that will
+hold the operands; all further storages made by the unit count as its workspace. Workspaces that a kernel keeps to
+itself are the known exception: fake kernels do not show such workspaces, and `workspace.py` adds only those of oneDNN's
+recurrent layers.
 
 `PlanLibrary` (`shard/partition/plan_cache.py`) makes a `ShardPilot` for each captured step, and the partitioners
 (`shard/partition/partitioner.py`) ask the pilot for the cost of each candidate shard. The modules of `shard/cost/` and

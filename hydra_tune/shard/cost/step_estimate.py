@@ -62,7 +62,10 @@ def foreseen_whole(packer: ShardPartitionPlanner, task: TrainTask, plan: ShardPl
 
 
 def _packed(packer: ShardPartitionPlanner, request: ShardPlanRequest, step: CapturedStep) -> ShardPartition:
-    """Cut for the placement asked for; of "auto", which would use a clock, for the device, or for the host if nothing fits."""
+    """Cut for the budget's placement.
+
+    For "auto", whose choice would use a clock, cut for the device, or for the host if nothing fits.
+    """
     placement = packer.budget.optimizer_placement
     try:
         return packer.packed_for(request, step, updates_on_host=placement == "host")

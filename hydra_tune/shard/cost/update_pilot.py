@@ -1,6 +1,6 @@
 """The pilot of an optimizer update: measures the bytes of optimizer state and temporaries, by stepping stand-ins.
 
-The module uses only the interface of `torch.optim.Optimizer`, so a user's class is measured as well. `PlanLibrary`
+The module makes stand-ins without calling a constructor, so a user's class is measured as well. `PlanLibrary`
 (`shard/partition/plan_cache.py`) makes a pilot for each training step that needs a plan, and the optimizer checks in
 `shard/verify/`, `update_seconds` (`optimizer_placement.py`) and rehearsals (`train/timing/fake_trial.py`) step stand-ins
 made by this module. `shard/execute/eager_plan.py` makes a pilot for a step that is never captured. `ModelState`

@@ -1,10 +1,8 @@
 """Runs a unit on tensors without bytes once, and remembers the geometry of the results: the steps of a rehearsal repeat.
 
-The results of a graph depend only on the geometry of its operands: sizes, strides, and common storages. A unit with the
-same operands as before therefore makes tensors of the same geometry, which lie on the same operands, on new memory, or
-together on a common storage, as before. `TrialRehearsal` (`train/timing/fake_trial.py`) puts a
-`MemoizedShardExecutor` into a captured plan before the trial's steps are rehearsed. A key names a shard by its nodes
-alone, so an executor must serve a single plan.
+The results of a graph depend only on the geometry of its operands: sizes, strides, and common storages.
+`TrialRehearsal` (`train/timing/fake_trial.py`) puts a `MemoizedShardExecutor` into a captured plan before the trial's
+steps are rehearsed. A key names a shard by its nodes alone, so an executor must serve a single plan.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence

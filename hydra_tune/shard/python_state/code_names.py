@@ -5,8 +5,7 @@
 for installed and for extension classes. Of the integrations, `integrations/hydra_tune_transformers/own_loss.py` asks for
 globals, and `integrations/hydra_tune_lightning/validation_end.py` for installed modules. The answers about a class are
 kept as long as the class. Most other answers are kept in caches of the process, by code object or by name of a package,
-so a kept answer must not depend on anything that changes. The code of a user is only read, never run. The module must not
-import captures, plans or trials.
+so a kept answer must not depend on anything that changes. The code of a user is only read, never run.
 """
 
 import dis

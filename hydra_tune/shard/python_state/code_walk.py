@@ -5,8 +5,7 @@ package. Of a function that a factory or decorator of a package returns, the wal
 without a wrapped function, the walk notes the variables and defaults. Of an object of the user's, the walk notes the
 attributes that the walked code names; of an object of an installed package, all attributes, unless `_NOT_FOLLOWED` has the
 package. Where code reads attributes by any name (`takes_all`), all attributes in an object's `__dict__` count; slots and
-variables of a user's module count by name. The module must not import captures, plans or trials, and a walk must not call
-the functions that the walk follows, or change a value.
+variables of a user's module count by name. A walk must not call the functions that the walk follows, or change a value.
 """
 
 import abc

@@ -17,7 +17,7 @@ Only sums, differences, products and quotients of a number and a tensor in float
 only there the bits cannot depend on whether a number or a tensor of one element is given. Quotients do so only where
 `NumberInputTracer.divides`.
 
-Note: threads. The capture runs inside `GATE.exclusive`. The module must not import captures, plans or trials.
+Note: threads. The capture runs inside `GATE.exclusive`.
 """
 
 import functools

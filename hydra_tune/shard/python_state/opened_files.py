@@ -2,8 +2,7 @@
 
 A graph repeats for ever what the step has read from a file during its capture. `capture` (`shard/capture/step_capture.py`)
 notes the files. `PlanLibrary` (`shard/partition/plan_cache.py`) looks at the files before a plan serves a further trial, and
-`PythonStateGuard.watch` adds their holders to the guard of each trial that uses the plan. The module must not import
-captures, plans or trials.
+`PythonStateGuard.watch` adds their holders to the guard of each trial that uses the plan.
 
 Note: threads. The functions are replaced for the whole process, and note the calls of the capture's thread alone. So
 files that another thread, another process, or the C++ code of an extension module reads remain unseen, and so do calls

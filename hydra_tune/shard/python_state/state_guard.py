@@ -17,8 +17,7 @@ that run again (`train/loop/direct.py`), steps of stand-ins (`shard/cost/update_
 `train/checkpoint/python_changes.py` compares the `digests` of such a guard with those of a checkpoint. The functions at the
 end refuse steps: `train/loop/plan_cache.py` and `pool/fusion/group_matcher.py` call `check_kept` and `check_gradients`,
 `shard/partition/trial_step.py` calls `check_own_copy`, and `fusion/group/member.py` calls `reached`. `Trial`
-(`train/trial.py`) calls `names_parameters`, and `shard/verify/process_state.py` calls `shares_state`. The module must not
-import captures, plans or trials; of a trial, the module knows the task and the model.
+(`train/trial.py`) calls `names_parameters`, and `shard/verify/process_state.py` calls `shares_state`.
 
 Note: files are not reached by a walk. A capture notes the files that the step reads (`opened_files.py`), and `watch` adds
 their holders.
