@@ -2,9 +2,9 @@
 
 `TrialDataFeed` (`data_feed.py`) runs the clock around each draw by code of the user's or by workers, and
 `LoaderWatchdog` (`pool/faults/loader_watchdog.py`) reads the clock meanwhile and gives up on a draw that takes too long.
-The watchdog, `JobDispatcher` (`pool/runtime/dispatcher.py`) and `pool/fusion/group_loaders.py` abandon draws.
-`JobState` (`pool/runtime/job_state.py`) and `pool/fusion/job_table.py` put the watchdog's
-error in the place of a `LoaderInterrupt`, and call `released` once the trial is closed.
+The watchdog, `JobDispatcher` (`pool/runtime/dispatcher.py`) and `pool/fusion/group_loaders.py` abandon draws. `JobState`
+(`pool/runtime/job_state.py`) and `pool/fusion/job_table.py` put the watchdog's error in the place of a `LoaderInterrupt`, and
+call `released` once the trial is closed.
 
 Note: giving up. No other thread can stop a hanging loader, but Python raises an exception in a thread as soon as the
 thread returns from a wait (`PyThreadState_SetAsyncExc`). So a thread that the pool has given up on finds
