@@ -38,6 +38,7 @@ from torch import Tensor
 from hydra_tune.checkpoint.every import CheckpointInterval, parse_every
 from hydra_tune.checkpoint.files import make_private_folder
 from hydra_tune.checkpoint.folder import CheckpointFolder, check_private, generations, load_checkpoint
+from hydra_tune.checkpoint.lock import is_locked
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
@@ -152,8 +153,8 @@ class PoolCheckpointWriter:
             else:
                 first_choice, number = self.root / folder_name(name), 1
                 folder = first_choice
-                # A folder with checkpoints of another run is never overwritten.
-                while folder in self._taken or generations(folder):
+                # A folder of another run, which may have no checkpoint yet, is never overwritten.
+                while folder in self._taken or generations(folder) or is_locked(folder):
                     number += 1
                     folder = first_choice.with_name(f"{first_choice.name}~{number}")
             self._taken.add(folder)
