@@ -28,7 +28,7 @@ import pydantic
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from hydra_tune import TrainTask
 from tests.parity.stateful import Program, Reads, batches, error, net, task
@@ -663,6 +663,21 @@ class Weighted(collections.UserDict[str, float]):
 def an_item_of_a_user_dict() -> Reader:
     settings = Weighted(weight=1.0)
     return by_weight(lambda: settings["weight"], lambda value: settings.update(weight=value))
+
+
+@kind
+def an_item_of_a_dict_that_lies_deep_in_objects_of_a_library() -> Reader:
+    settings, deep = {"weight": 1.0}, Subset[Any]([0], [0])
+    inner = deep
+    for _ in range(3):
+        inner.dataset = Subset([0], [0])
+        inner = inner.dataset
+    inner.dataset = settings  # type: ignore[assignment]
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        return error(module, batch) * (0 * len(deep.indices) + settings["weight"])
+
+    return Reader(arguments={"step": step}, put=lambda value: settings.update(weight=value))
 
 
 @kind

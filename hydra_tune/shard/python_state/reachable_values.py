@@ -131,6 +131,7 @@ class ReachableValues(CodeWalk):
         self.iterators: list[str] = []
         self.aliases: list[str] = []
         self.seen: dict[int, object] = {}
+        self._deep: dict[int, object] = {}
         self._model, self._keeps_tensors = model, keeps_tensors
         self._skips_large = skips_large
         parts = () if model is None else tuple(model.modules())
@@ -181,15 +182,18 @@ class ReachableValues(CodeWalk):
             if self._is_lenient:
                 return
             raise CaptureError(f"its Python holds more values than can be followed, from {label} on")
+        if library > _MAX_LIBRARY_DEPTH:
+            # So far down, only what the user's code names. Another way to the value may be shorter, so not yet `seen`.
+            if id(value) not in self._deep:
+                self._deep[id(value)] = value
+                with suppress(Exception):
+                    self._named_attributes(value, label, depth + 1, library)
+            return
         self.seen[id(value)] = value
         if any(value is each for each in (os.environ, os.environb, os.getenv, os.getenvb)):
             self._environment()
             return
-        if library > _MAX_LIBRARY_DEPTH:
-            # So far down, only what the user's code names.
-            with suppress(Exception):
-                self._named_attributes(value, label, depth + 1, library)
-        elif (follow_code := _BY_CODE.get(type(value))) is not None:
+        if (follow_code := _BY_CODE.get(type(value))) is not None:
             follow_code(self, value, label, depth + 1, library)
         else:
             self._look_at(value, label, depth, library)
