@@ -2,7 +2,8 @@
 
 `study_reader` (`run_scan.py`) finds a `StudyReader` through the entry points `hydra_tune.studies`: for the scan itself,
 for `cli/commands/plot.py` and `cli/run/export.py`, which draw, and for `cli/run/sweep_run.py`, which checks. Optuna's
-reader is in `integrations/hydra_tune_optuna/study_reader.py`. A reader must not import torch.
+reader is in `integrations/hydra_tune_optuna/study_reader.py`. Only `check` may import torch, so that `hydra-tune list`
+answers at once.
 """
 
 from dataclasses import dataclass

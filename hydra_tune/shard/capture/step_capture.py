@@ -12,6 +12,7 @@ gate (`capture_lock.py`) alone.
 """
 
 import copy
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.export_output import quiet_export
 from hydra_tune.shard.capture.own_functions import OwnFunctions, own_functions, put_calls
 from hydra_tune.shard.capture.step_module import MODEL_PREFIX, step_module
+from hydra_tune.shard.python_state.code_names import is_installed
 from hydra_tune.shard.python_state.number_inputs import NumberInputs, NumberInputTracer, traced_numbers
 from hydra_tune.shard.python_state.opened_files import FileHolder, noting_files
 from hydra_tune.shard.python_state.state_guard import PythonStateGuard
@@ -276,15 +278,39 @@ class _TensorText(str):
 
     __slots__ = ()
 
-    def _refuse(self, *_: object, **__: object) -> Any:
+
+def _refusing(name: str) -> Callable[..., Any]:
+    method = getattr(str, name)
+
+    def refuse(self: str, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)  # noqa: SLF001
+        # The streams of notebooks and progress bars measure what they print.
+        if is_installed(caller.f_globals.get("__name__")) or caller.f_code.co_name in ("write", "writelines"):
+            return method(self, *args, **kwargs)
         raise CaptureError(
             "the step reads the text of a tensor, str(tensor) or repr(tensor), which a graph cannot follow"
         )
 
-    __contains__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
-    __getitem__ = __iter__ = __len__ = find = index = count = startswith = endswith = _refuse
-    split = rsplit = strip = lstrip = rstrip = partition = rpartition = splitlines = _refuse
-    replace = removeprefix = removesuffix = lower = upper = encode = translate = _refuse
+    return refuse
+
+
+for _name in (
+    *(
+        "__contains__",
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__hash__",
+        "__getitem__",
+        "__iter__",
+    ),
+    *("__len__", "find", "index", "count", "startswith", "endswith", "split", "rsplit", "strip", "lstrip", "rstrip"),
+    *("partition", "rpartition", "splitlines", "replace", "removeprefix", "removesuffix", "lower", "upper", "encode"),
+):
+    setattr(_TensorText, _name, _refusing(_name))
 
 
 class _HookRefusalMode(TorchFunctionMode):

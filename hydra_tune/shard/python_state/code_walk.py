@@ -101,6 +101,7 @@ class CodeWalk(abc.ABC):
         self.makes_up_names = self._takes_all = takes_all
         self._is_lenient = is_lenient
         self._classes: set[tuple[type, bool]] = set()
+        self._searched_modules: set[str] = set()
         self._own = {id(tensor) for tensor in tensors}
         self._is_in_model = self.has_environment = False
 
@@ -236,6 +237,10 @@ class CodeWalk(abc.ABC):
             self.visit(sys.modules.get(name), name, depth, library)
         if looks_up_modules(code):
             self._looked_up(code, space, label, depth, library)
+        if makes_up_names(code):
+            for value in (*holder.noted, *map(sys.modules.get, imported_names(code))):
+                if isinstance(value, types.ModuleType) and not is_installed(value.__name__):
+                    self._plain_variables(value, depth)
         defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
         self.visit(defaults, f"the defaults of {label}", depth, library)
         self.visit(vars(function), label, depth, library)
@@ -301,11 +306,15 @@ class CodeWalk(abc.ABC):
             self._environment()
         if not is_installed(module.__name__):
             content = vars(module)
-            # Where code makes names up, only of values without parts, which are cheap to compare.
-            made_up = [
-                name for name in content if self._takes_all and isinstance(content[name], PLAIN) and name[:2] != "__"
-            ]
-            names = {*made_up, *(name for name in self.names if name in content)}
+            names = [name for name in self.names if name in content]
+            self._named(content, sorted(names), module.__name__, depth, 0)
+
+    def _plain_variables(self, module: types.ModuleType, depth: int) -> None:
+        """Hold the variables of a module of the user's by any name, but only values without parts, to bound the walk."""
+        if module.__name__ not in self._searched_modules:
+            self._searched_modules.add(module.__name__)
+            content = vars(module)
+            names = [name for name in content if isinstance(content[name], PLAIN) and not name.startswith("__")]
             self._named(content, sorted(names), module.__name__, depth, 0)
 
     def _environment(self) -> None:

@@ -50,9 +50,6 @@ _FUNCTIONS: tuple[tuple[Any, str, bool], ...] = (
     (os, "scandir", False),
 )
 
-NOTED = {getattr(place, name): f"{place.__name__}.{name}" for place, name, _ in _FUNCTIONS}
-"""The functions themselves: calls of code that holds one by a name of its own, as `from os import listdir`, are not noted."""
-
 
 class FileHolder(ValueHolder):
     """A file or a folder as a place that holds values: its status, and the contents of a small file.

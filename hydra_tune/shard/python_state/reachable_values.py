@@ -48,7 +48,6 @@ from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard.python_state.cached_results import NotedCache, results_of
 from hydra_tune.shard.python_state.code_names import is_extension, is_installed
 from hydra_tune.shard.python_state.code_walk import ALL_MISSING, INTERNALS, CodeWalk
-from hydra_tune.shard.python_state.opened_files import NOTED
 from hydra_tune.shard.python_state.tensor_contents import (
     MAX_DATA_BYTES,
     facts_of,
@@ -437,11 +436,6 @@ class ReachableValues(CodeWalk):
 
     def _builtin(self, function: Any, label: str, depth: int, library: int) -> None:
         """A function written in C, which may be a method of an object."""
-        name = NOTED.get(function)
-        if name is not None and not library and not self._is_lenient:
-            raise CaptureError(
-                f"{label} is {name}, whose files are noted only where the code calls {name}(...) by this name"
-            )
         self.visit(getattr(function, "__self__", None), label, depth, library)
 
     def _plain(self, value: Any, label: str, depth: int, library: int) -> None:

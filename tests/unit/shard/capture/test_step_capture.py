@@ -1,5 +1,7 @@
 """The captured graph holds names for all it needs and no tensor of the trial; what cannot be captured says where and why."""
 
+import contextlib
+import io
 import json
 
 import pytest
@@ -148,7 +150,18 @@ def test_a_step_that_reads_the_text_of_a_tensor_is_refused(read):
         capture_of(_ReadsText(read))
 
 
+class _Measuring(io.StringIO):
+    """As the streams of notebooks and progress bars."""
+
+    def write(self, text):
+        return super().write(text.rstrip() + "\n") if len(text) else 0
+
+
 def test_a_step_may_print_a_tensor(capsys):
+    stream = _Measuring()
+    with contextlib.redirect_stdout(stream):
+        capture_of(_ReadsText(lambda y: print(y) or True))  # noqa: T201
+    assert stream.getvalue()
     capture_of(_ReadsText(lambda y: print(y, f"it is {y}") or True))  # noqa: T201
     assert "it is " in capsys.readouterr().out
 
