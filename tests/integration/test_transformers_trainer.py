@@ -857,8 +857,9 @@ def space(trial):
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("is_installed", [False, True])
 def test_a_search_in_the_pool_is_the_trainers_search(tmp_path, is_installed):
+    """Also, one direction in a list is one direction."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    search = {"hp_space": space, "n_trials": 4, "direction": "maximize"}
+    search = {"hp_space": space, "n_trials": 4, "direction": "maximize" if is_installed else ["maximize"]}
     make = making(tmp_path, num_train_epochs=1, trainer_class=Trainer if is_installed else Penalized)
     stock = make().hyperparameter_search(backend="optuna", sampler=optuna.samplers.RandomSampler(seed=0), **search)
     search["sampler"] = optuna.samplers.RandomSampler(seed=0)
