@@ -7,6 +7,7 @@ reads: an SQLite file of the folder is opened as a storage only if Optuna's tabl
 them to any other.
 """
 
+import re
 import shlex
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +34,9 @@ _LOGS = ("*.jsonl", "runs/*.jsonl")
 _SWEEP_FILES = ("*.yaml", "*.yml")
 _YAML = (".yaml", ".yml")
 _DATABASES = (".db", ".sqlite", ".sqlite3")
-_FILES = ("sqlite:///", "journal://", "journal:")
+_FILE = re.compile(
+    r"(sqlite(?:\+\w+)?:///|journal:(?://)?)([^?]*)(.*)"
+)  # how a URL of a file begins, the path, options
 _TUNER = "optuna"
 _NAMELESS = "no-name-"  # Optuna's own names of studies begin so
 _CLOCK_SECONDS = 1.0  # a trial starts in the storage before the log begins; clocks are read at different places
@@ -222,11 +225,11 @@ def kept_study(run: SweepRunRecord) -> tuple[str, str]:
 
 def absolute_storage(url: str, folder: Path) -> str:
     """Make the path in the URL of a storage file absolute; other URLs stay as they are."""
-    prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
-    if prefix is None:
+    parts = _FILE.fullmatch(url)
+    if parts is None:
         return url
-    path, mark, options = url.removeprefix(prefix).partition("?")
-    return f"{prefix}{(folder.resolve() / path)}{mark}{options}"
+    prefix, path, options = parts.groups()
+    return f"{prefix}{(folder.resolve() / path)}{options}"
 
 
 def _paths(folder: Path, patterns: Iterable[str], also: Path | None) -> list[Path]:
@@ -285,9 +288,9 @@ def _is_database(path: Path) -> bool:
 def _studies(urls: Iterable[str], notes: list[str], *, is_given: bool) -> dict[tuple[str, str], _RunParts]:
     parts: dict[tuple[str, str], _RunParts] = {}
     for url in urls:
-        prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
+        parts_of_url = _FILE.fullmatch(url)
         # The storage of a sweep that has not run yet.
-        if not is_given and prefix is not None and not Path(url.removeprefix(prefix).partition("?")[0]).is_file():
+        if not is_given and parts_of_url is not None and not Path(parts_of_url[2]).is_file():
             continue
         try:
             records = study_reader().read(url)
