@@ -11,7 +11,7 @@ import re
 import shlex
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -317,6 +317,14 @@ def _is_of_study(log: RunState, part: _RunParts) -> bool:
     return started_at is None or log.started_at.timestamp() >= started_at.timestamp() - _CLOCK_SECONDS
 
 
+def _is_locked(lock: Path) -> bool:
+    """Whether a process runs the sweep of a folder, as far as this user may know."""
+    # Another user's lock cannot be opened; the log tells of a running sweep, too.
+    with suppress(PermissionError):
+        return is_locked(lock)
+    return False
+
+
 def _record(part: _RunParts, folder: Path) -> SweepRunRecord:
     logs = sorted(part.logs, key=lambda log: log.started_at)
     log = logs[-1] if logs else None
@@ -324,7 +332,7 @@ def _record(part: _RunParts, folder: Path) -> SweepRunRecord:
     spec, record = part.spec, part.record
     study = record.name if record is not None else facts.get("study") if facts.get("storage") else None
     lock = None if study is None else _sweep_folder(part, facts, study, folder)
-    is_alive = (log is not None and log.is_alive and not log.is_ended) or (lock is not None and is_locked(lock))
+    is_alive = (log is not None and log.is_alive and not log.is_ended) or (lock is not None and _is_locked(lock))
     trials = _trials(part, logs)
     planned = facts.get("planned") or (None if spec is None else _planned(spec))
     phase = phase_of(trials, log, planned=planned, is_alive=is_alive, has_folder=lock is not None)

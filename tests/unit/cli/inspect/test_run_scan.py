@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from hydra_tune.checkpoint.sweep_folder import sweep_path
+from hydra_tune.cli.inspect import run_scan
 from hydra_tune.cli.inspect.run_output import print_status
 from hydra_tune.cli.inspect.run_scan import absolute_storage, find_run, find_runs, runs_at
 from hydra_tune.cli.inspect.sweep_run_record import phase_of
@@ -228,6 +229,10 @@ def test_a_recovery_of_weights_leaves_the_metrics_of_all_trials(folder, reports)
     assert [trial.metrics for trial in find_run("first", None).trials] == [{"train_loss": 0.0}, {"train_loss": 1.0}]
 
 
+def _refuse(lock):
+    raise PermissionError(13, "Permission denied", str(lock))
+
+
 def test_the_checkpoints_of_a_sweep_without_a_log_lie_in_the_folder_of_the_sweep(folder, monkeypatch):
     """The command looks from elsewhere, and a trial was under way when its process was killed."""
     place, elsewhere = folder / "sweep", folder / "elsewhere"
@@ -241,6 +246,10 @@ def test_the_checkpoints_of_a_sweep_without_a_log_lie_in_the_folder_of_the_sweep
     monkeypatch.chdir(elsewhere)
     (run,) = find_runs(place)[0]
     assert run.phase == "interrupted"
+    # A lock of another user's, as root may open all.
+    with monkeypatch.context() as patch:
+        patch.setattr(run_scan, "is_locked", _refuse)
+        assert find_runs(place)[0][0].phase == "interrupted"
     # Begun by `hydra-tune sweep sweep/space.yaml`, the sweep has its checkpoints in the working folder.
     (place / "checkpoints").rename(elsewhere / "checkpoints")
     (run,) = find_runs(place)[0]
