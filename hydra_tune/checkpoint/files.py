@@ -10,6 +10,7 @@ the file, on the same machine, once no process has the id of the writer.
 """
 
 import contextlib
+import errno
 import os
 import platform
 import re
@@ -55,9 +56,7 @@ def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
             if overwrite:
                 temporary.replace(path)
             else:
-                # Unlike a rename, a link refuses a name that is taken.
-                os.link(temporary, path)
-                temporary.unlink()
+                _link(temporary, path)
         except BaseException:
             # The first error is the one to report.
             with contextlib.suppress(OSError):
@@ -67,6 +66,22 @@ def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
         _flush_folder(path.parent)
     except OSError as error:
         raise file_error("write", path, error) from error
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Give a file its name, unless the name is taken."""
+    try:
+        # Unlike a rename, a link refuses a name that is taken.
+        os.link(temporary, path)
+    except OSError as error:
+        # Some file systems, such as FAT and network mounts, have no hard links.
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        temporary.replace(path)
+    else:
+        temporary.unlink()
 
 
 def write_file(path: Path, content: bytes) -> None:

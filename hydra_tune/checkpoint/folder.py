@@ -203,7 +203,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     # Sorted, so that the checksum does not depend on the order of a dict.
     for name in sorted(tensors):
-        tensor = tensors[name].detach()
+        tensor = tensors[name].detach().resolve_conj().resolve_neg()
         kind = f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode()
         digest.update(struct.pack("<Q", len(kind)) + kind)
         flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)

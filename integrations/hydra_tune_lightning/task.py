@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hydra_tune import TrainTask
 from hydra_tune.train.own_copy import mark_seen, own_copy
@@ -37,6 +38,7 @@ from hydra_tune_lightning.step import (
     LightningEvaluation,
     LightningStep,
     LogsAlone,
+    TaskIdentity,
     one_batch,
     reads_number,
     takes_number,
@@ -50,6 +52,8 @@ TRIED = ("2.4", "2.5", "2.6")
 """Versions of Lightning with which the numbers have been compared."""
 
 _LOGGER = logging.getLogger(__name__)
+# Weak, and by identity: a copy of a trial's module begins another trial.
+_SEEN_MODULES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def task_from_lightning(
@@ -150,11 +154,11 @@ def _warn_of_version() -> None:
 def _built(make_module: Callable[[], Any]) -> LightningModule:
     module = make_module()
     if isinstance(module, LightningModule):
-        if vars(module).setdefault("_is_in_a_trial", False):
+        if module in _SEEN_MODULES:
             raise RefusedModuleError(
                 ["make_module returned a module that a trial has had: build a new one at each call"]
             )
-        vars(module)["_is_in_a_trial"] = True
+        _SEEN_MODULES[module] = True
         return module
     kind = type(module)
     name = f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
@@ -240,7 +244,8 @@ def _task_of(
     batches = len(train)
     configured = ConfiguredOptimizer.of(module, options, batches, factory.datamodule)
     logs = TrainLogs(train_logs, batches) if train_logs else None
-    evaluation = _evaluation(module, options, sources[1], logs)
+    identity = TaskIdentity()
+    evaluation = _evaluation(module, options, sources[1], logs, identity)
     reasons = [*module_refusals(module), *configured.refusals()]
     config, watched = configured.config, callbacks.watched
     if config is not None and config.reduce_on_plateau:
@@ -262,6 +267,7 @@ def _task_of(
         scheduler_interval="epoch" if config is None else config.interval,
         train=train,
         step=LightningStep(
+            task=identity,
             options=options,
             is_numbered=is_numbered,
             takes_number=takes_number(module.training_step),
@@ -281,7 +287,7 @@ def _task_of(
 
 
 def _evaluation(
-    module: LightningModule, options: TrainerOptions, source: Any, logs: TrainLogs | None
+    module: LightningModule, options: TrainerOptions, source: Any, logs: TrainLogs | None, identity: TaskIdentity
 ) -> dict[str, Any]:
     """Return the arguments of the task that describe a validation; empty without one, and without `train_logs`."""
     is_numbered = reads_number(module.validation_step)
@@ -301,6 +307,7 @@ def _evaluation(
         reason = f"num_sanity_val_steps={options.num_sanity_val_steps} draws from the generator of val_dataloader"
         raise RefusedModuleError([f"{reason}: give num_sanity_val_steps=0, or no generator"])
     evaluate = LightningEvaluation(
+        task=identity,
         options=options,
         is_numbered=is_numbered,
         takes_number=takes_number(module.validation_step),

@@ -8,10 +8,11 @@ that no sweep file or log names is opened as a storage only if Optuna's tables a
 tables to any other; a locked file counts as having the tables.
 """
 
+import re
 import shlex
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ _LOGS = ("*.jsonl", "runs/*.jsonl")
 _SWEEP_FILES = ("*.yaml", "*.yml")
 _YAML = (".yaml", ".yml")
 _DATABASES = (".db", ".sqlite", ".sqlite3")
-_FILES = ("sqlite:///", "journal://", "journal:")
+_FILE = re.compile(
+    r"(sqlite(?:\+\w+)?:///|journal:(?://)?)([^?]*)(.*)"
+)  # how a URL of a file begins, the path, options
 _TUNER = "optuna"
 _NAMELESS = "no-name-"  # Optuna's own names of studies begin so
 _CLOCK_SECONDS = 1.0  # a trial starts in the storage before the log begins; clocks are read at different places
@@ -215,11 +218,11 @@ def kept_study(run: SweepRunRecord) -> tuple[str, str]:
 
 def absolute_storage(url: str, folder: Path) -> str:
     """Make the path in the URL of a storage file absolute; other URLs stay as they are."""
-    prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
-    if prefix is None:
+    parts = _FILE.fullmatch(url)
+    if parts is None:
         return url
-    path, mark, options = url.removeprefix(prefix).partition("?")
-    return f"{prefix}{(folder.resolve() / path)}{mark}{options}"
+    prefix, path, options = parts.groups()
+    return f"{prefix}{(folder.resolve() / path)}{options}"
 
 
 def _paths(folder: Path, patterns: Iterable[str], also: Path | None) -> list[Path]:
@@ -278,9 +281,9 @@ def _is_database(path: Path) -> bool:
 def _studies(urls: Iterable[str], notes: list[str], *, is_given: bool) -> dict[tuple[str, str], _RunParts]:
     parts: dict[tuple[str, str], _RunParts] = {}
     for url in urls:
-        prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
+        parts_of_url = _FILE.fullmatch(url)
         # The storage of a sweep that has not run yet.
-        if not is_given and prefix is not None and not Path(url.removeprefix(prefix).partition("?")[0]).is_file():
+        if not is_given and parts_of_url is not None and not Path(parts_of_url[2]).is_file():
             continue
         try:
             records = study_reader().read(url)
@@ -307,6 +310,14 @@ def _is_of_study(log: RunState, part: _RunParts) -> bool:
     return started_at is None or log.started_at.timestamp() >= started_at.timestamp() - _CLOCK_SECONDS
 
 
+def _is_locked(lock: Path) -> bool:
+    """Whether a process runs the sweep of a folder, as far as this user may know."""
+    # Another user's lock cannot be opened; the log tells of a running sweep, too.
+    with suppress(PermissionError):
+        return is_locked(lock)
+    return False
+
+
 def _record(part: _RunParts, folder: Path) -> SweepRunRecord:
     logs = sorted(part.logs, key=lambda log: log.started_at)
     log = logs[-1] if logs else None
@@ -314,7 +325,7 @@ def _record(part: _RunParts, folder: Path) -> SweepRunRecord:
     spec, record = part.spec, part.record
     study = record.name if record is not None else facts.get("study") if facts.get("storage") else None
     lock = None if study is None else _sweep_folder(part, facts, study, folder)
-    is_alive = (log is not None and log.is_alive and not log.is_ended) or (lock is not None and is_locked(lock))
+    is_alive = (log is not None and log.is_alive and not log.is_ended) or (lock is not None and _is_locked(lock))
     trials = _trials(part, logs)
     planned = facts.get("planned") or (None if spec is None else _planned(spec))
     phase = phase_of(trials, log, planned=planned, is_alive=is_alive, has_folder=lock is not None)

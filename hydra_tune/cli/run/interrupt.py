@@ -8,6 +8,7 @@ watches the clock, and ends the process if necessary. The thread must take no lo
 """
 
 import contextlib
+import math
 import multiprocessing
 import os
 import select
@@ -98,9 +99,12 @@ class StopSignalHandler:
 
 def _next(pipe: socket.socket, deadline: float | None) -> int | None:
     """Wait for the next signal of `SIGNALS`, or for `_CLOSED`; None at the deadline."""
+    # `select.select` refuses descriptors from 1024 on, which a program with many open files gets.
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
     while True:
         remaining_seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not select.select([pipe], [], [], remaining_seconds)[0]:
+        if not poll.poll(None if remaining_seconds is None else math.ceil(1000 * remaining_seconds)):
             return None
         (number,) = pipe.recv(1)
         marks = here()

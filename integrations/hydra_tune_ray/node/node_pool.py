@@ -249,7 +249,7 @@ class NodePool:
             with contextlib.suppress(TimeoutError):
                 await asyncio.to_thread(held.job.result, _END_SECONDS)
         # Only now: until its end the job may still read the files that it resumed from.
-        await asyncio.to_thread(self._training.forget, held.request.key)
+        await asyncio.to_thread(self._training.forget, held.folder)
 
     async def _moved(self, held: LeasedTrial) -> Outcome:
         """Move a trial out; its client carries the state to the other pool once the copy is done."""
