@@ -356,17 +356,20 @@ class StackedGraph:
     ) -> Callable[[Any, Sequence[Any], dict[str, Any]], bool]:
         """Return a function that tells whether a stacked result has the dtypes of a member's result.
 
-        Dtypes may differ only under autocast.
+        Dtypes may differ only under autocast, and where operands have several float dtypes: a member's number has a
+        dimension once stacked, and then decides the dtype of the result.
         """
         expected: list[torch.dtype] | None = None
 
         def keeps(result: Any, found: Sequence[Any], given: dict[str, Any]) -> bool:
             nonlocal expected
-            if self._precision == "float32":
-                return True
             if expected is None:
-                expected = member_dtypes(target, found, given, are_stacked)
-            return dtypes_of(result) == expected
+                may_differ = (
+                    self._precision != "float32"
+                    or len({d for d in dtypes_of((found, given)) if d.is_floating_point}) > 1
+                )
+                expected = member_dtypes(target, found, given, are_stacked) if may_differ else []
+            return not expected or dtypes_of(result) == expected
 
         return keeps
 

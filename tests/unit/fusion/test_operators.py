@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from hydra_tune.fusion.batching.batched_graph import StackedGraph
@@ -162,6 +163,15 @@ def test_columns_that_are_filled_are_each_members_own():
     (filled,) = stacked(values, indices)
     for row, value, own in zip(filled, values, indices, strict=True):
         torch.testing.assert_close(row, value.index_fill(1, own, 0.5), rtol=0, atol=0)
+
+
+def test_a_number_of_a_wider_dtype_leaves_the_dtype_of_the_result():
+    graph = make_fx(lambda x, least: (torch.where(x > least, x, least),), tracing_mode="fake")
+    values, least = VECTORS[:2].float(), torch.tensor([0.25, -0.25], dtype=torch.float64)
+    (found,) = StackedGraph(graph(values[0], least[0]), [True, True])(values, least)
+    expected = torch.stack([torch.where(x > number, x, number) for x, number in zip(values, least, strict=True)])
+    assert expected.dtype is torch.float32
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("is_traced", [False, True])
