@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from typing_extensions import override
 
@@ -41,6 +41,9 @@ def _steps_of(own: Mapping[str, Any]) -> int:
 def is_stackable(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has a form for all members at once; otherwise members step separately."""
     if type(optimizer) not in UPDATES or any(group.get(name) for group in optimizer.param_groups for name in _OWN):
+        return False
+    # The stacked updates square gradients, and torch steps a complex parameter as pairs of real numbers. SGD squares none.
+    if type(optimizer) is not SGD and any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
         return False
     # torch fills Adagrad's sums with the constructor's argument, whatever a group says.
     begins = optimizer.defaults.get("initial_accumulator_value")

@@ -272,8 +272,8 @@ def drawn(
         keywords: keyword arguments, except the generator.
         is_stacked: for every entry of `arguments`, whether its tensors have the members in front.
         count: number of members.
-        strides: strides of the result in an unfused run, which decide the order of the draws; by default the strides of
-            the first argument.
+        strides: strides of the first argument in an unfused run, without gaps, which decide the order of the draws; by
+            default the present strides.
         is_dropout: as of `HoistedDraw`.
     """
     tape = _NOTED.get()
@@ -295,7 +295,10 @@ def drawn(
         member_arguments = [
             _of_member(a, index) if stacked else a for a, stacked in zip(arguments, is_stacked, strict=True)
         ]
-        if _overwrites_first(target):  # an in-place primitive must not write into the stacked argument
+        # An in-place primitive must not write into the stacked argument. `randn_like` fills its result in the order in
+        # which the argument lies, and stacked members lie otherwise than a member alone.
+        lies_elsewhere = strides is not None and member_arguments[0].stride() != tuple(strides)
+        if lies_elsewhere or _overwrites_first(target):
             member_arguments[0] = (
                 member_arguments[0].clone() if strides is None else _lying(member_arguments[0], strides)
             )
@@ -314,7 +317,7 @@ def masks(slot: str, like: Tensor, strides: Sequence[int] | None = None, *, is_d
     Args:
         slot: name of the node.
         like: a stacked tensor with the shape of the masks.
-        strides: as of `drawn`.
+        strides: strides of the masks in an unfused run; by default those of a row of `like`.
         is_dropout: as of `HoistedDraw`.
     """
     target = torch.ops.aten.bernoulli_.float

@@ -131,7 +131,8 @@ def _turn(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
     *bias, left, right = product.args
     assert isinstance(left, fx.Node), "a product is of tensors"
     assert isinstance(right, fx.Node), "a product is of tensors"
-    with graph.inserting_before(node):
+    # Where the product is, because an operator behind the product may overwrite a factor.
+    with graph.inserting_before(product):
         # (A B)ᵀ = Bᵀ Aᵀ, and the bias is transposed with the product.
         factors = [_transposed(graph, factor) for factor in (*bias, right, left)]  # type: ignore[arg-type]
         turned_product = graph.call_function(product.target, tuple(factors), dict(product.kwargs))  # type: ignore[arg-type]

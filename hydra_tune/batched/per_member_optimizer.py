@@ -49,6 +49,9 @@ class PerMemberOptimizer(StackedOptimizer):
                 member.step()
             self._note(index, member, present)
 
+    # Torch sets `hooked` on a step once wrapped to call hooks. The members' own steps call the program's hooks.
+    step.hooked = True  # type: ignore[attr-defined]
+
     @override
     def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
         prefix = _name(index, "")

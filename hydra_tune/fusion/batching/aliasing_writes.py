@@ -6,7 +6,7 @@ Stacked members lie otherwise than a member alone: behind a convolution the chan
 `overwritten` which views must be open to writes. The module must not know trials, groups or pools, and runs no operator.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class MemoryWrites:
         ordinary = set(arguments)  # nodes that lie stacked as alone
         doubtful: list[tuple[fx.Node, fx.Node]] = []  # a node, and its copy or view
         for position, (node, positional, keywords) in enumerate(calls):
-            for written in _written(node, positional):
+            for written in _written(node, positional, keywords):
                 reached = _reached(memory, doubtful, written)
                 self.overwritten |= reached
                 others = reached - memory[written]
@@ -83,10 +83,19 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))
 
 
-def _written(node: fx.Node, positional: Sequence[Any]) -> Iterator[fx.Node]:
+def named(
+    target: OpOverload[..., Any], positional: Sequence[Any], keywords: Mapping[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the arguments of an operator's schema that a call gives, each with its value."""
+    schema = target._schema.arguments  # noqa: SLF001
+    yield from zip(schema, positional, strict=False)
+    yield from ((argument, keywords[argument.name]) for argument in schema if argument.name in keywords)
+
+
+def _written(node: fx.Node, positional: Sequence[Any], keywords: dict[str, Any]) -> Iterator[fx.Node]:
     """Yield the arguments that a node overwrites."""
     if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:  # noqa: SLF001
-        for argument, value in zip(node.target._schema.arguments, positional, strict=False):  # noqa: SLF001
+        for argument, value in named(node.target, positional, keywords):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from _nodes(value)
 
@@ -96,6 +105,6 @@ def _sources(node: fx.Node, positional: Sequence[Any], keywords: dict[str, Any])
     if not isinstance(node.target, OpOverload):
         yield from _nodes((positional, keywords))  # `getitem`, or a region, whose results are passed on
         return
-    for argument, value in zip(node.target._schema.arguments, positional, strict=False):  # noqa: SLF001
+    for argument, value in named(node.target, positional, keywords):
         if argument.alias_info is not None:
             yield from _nodes(value)

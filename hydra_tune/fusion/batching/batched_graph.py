@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from hydra_tune.batched.batched_random import drawn, masks
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.batching.aliasing_writes import MemoryWrites
+from hydra_tune.fusion.batching.aliasing_writes import MemoryWrites, named
 from hydra_tune.fusion.batching.batching_rules import RULES, VIEWS, elementwise, is_elementwise
 from hydra_tune.fusion.batching.embedding_rules import TABLES, embedding_bag
 from hydra_tune.fusion.batching.per_member_fallback import apart, has_batched_form
@@ -48,6 +48,7 @@ _APART = frozenset(
     # Under `torch.vmap` a negative index, or one out of range, fills rows of another member.
     ["aten::index_fill", "aten::index_fill_"]
 )
+_BY_STRIDES = frozenset(f"aten::as_strided{suffix}" for suffix in ("", "_", "_copy", "_scatter"))
 _ALL_RULES = RULES | RECURRENT | TABLES
 _DROPOUT = frozenset([torch.ops.aten.dropout.default, torch.ops.aten.scaled_dot_product_attention.default])
 """Operators that draw masks by the dropout kernel of GPUs; dropout of channels and in-place dropout use another kernel."""
@@ -159,7 +160,7 @@ class StackedGraph:
             self._add_draw(node, record, [placed.get(argument, argument) for argument in node.all_input_nodes])
         else:
             self._stacked.add(node)
-            self._check_overwritten(node, arguments)
+            self._check_memory(node, arguments, keywords)
             self._plan(node, self._apart(node.target, arguments, keywords, draws=True), arguments, keywords)
 
     def _add_draw(self, node: fx.Node, record: fx.Graph, inputs: Sequence[fx.Node]) -> None:
@@ -252,10 +253,11 @@ class StackedGraph:
             self._stacked.add(node)
             is_stacked = [self._is_stacked(argument) for argument in arguments]
             is_dropout = node.meta.get(_IS_DROPOUT, False)
-            run = _drawing(target, is_stacked, node.meta["val"].stride(), is_dropout=is_dropout)
+            strides = torch.empty_like(node.args[0].meta["val"]).stride() if is_stacked[0] else None  # type: ignore[union-attr]
+            run = _drawing(target, is_stacked, strides, is_dropout=is_dropout)
         elif self._is_stacked((arguments, keywords)):
             self._stacked.add(node)
-            self._check_overwritten(node, arguments)
+            self._check_memory(node, arguments, keywords)
             is_low = target in RECURRENT and self._precision != "float32"
             run = (self._recurrent if is_low else self._for_all)(node, arguments, keywords)
         # A fresh shared tensor that a later node fills in place with
@@ -346,16 +348,22 @@ class StackedGraph:
     def _dtype_check(
         self, target: Any, are_stacked: Sequence[bool]
     ) -> Callable[[Any, Sequence[Any], dict[str, Any]], bool]:
-        """Return a function that tells, under autocast, whether a stacked result has the dtypes of a member's result."""
+        """Return a function that tells whether a stacked result has the dtypes of a member's result.
+
+        Dtypes may differ only under autocast, and where operands have several float dtypes: a member's number has a
+        dimension once stacked, and then decides the dtype of the result.
+        """
         expected: list[torch.dtype] | None = None
 
         def keeps(result: Any, found: Sequence[Any], given: dict[str, Any]) -> bool:
             nonlocal expected
-            if self._precision == "float32":
-                return True
             if expected is None:
-                expected = member_dtypes(target, found, given, are_stacked)
-            return dtypes_of(result) == expected
+                may_differ = (
+                    self._precision != "float32"
+                    or len({d for d in dtypes_of((found, given)) if d.is_floating_point}) > 1
+                )
+                expected = member_dtypes(target, found, given, are_stacked) if may_differ else []
+            return not expected or dtypes_of(result) == expected
 
         return keeps
 
@@ -382,18 +390,21 @@ class StackedGraph:
         target: Any = node.target
         if not isinstance(target, OpOverload):
             return
-        names = [argument.name for argument in target._schema.arguments]  # noqa: SLF001
-        if dict(zip(names, arguments, strict=False)).get("sparse") or keywords.get("sparse"):
+        if any(argument.name == "sparse" and value for argument, value in named(target, arguments, keywords)):
             raise UnfusableError(f"{_told(node)} has sparse gradients, which have no stacked form")
 
-    def _check_overwritten(self, node: fx.Node, arguments: tuple[Any, ...]) -> None:
-        """Refuse a node that writes members' values into a shared tensor."""
+    def _check_memory(self, node: fx.Node, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Refuse a node that writes members' values into a shared tensor, or finds values by strides."""
         target: Any = node.target
         if not isinstance(target, OpOverload):
             return
-        for position, argument in enumerate(target._schema.arguments):  # noqa: SLF001
+        if target._schema.name in _BY_STRIDES:  # noqa: SLF001
+            raise UnfusableError(
+                f"{_told(node)} finds values by strides, and stacked trials may lie otherwise in memory"
+            )
+        for argument, value in named(target, arguments, keywords):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and position < len(arguments) and not self._is_stacked(arguments[position]):
+            if is_written and not self._is_stacked(value):
                 raise UnfusableError(f"{_told(node)} overwrites a tensor that does not depend on the trial")
 
     def _is_stacked(self, value: Any) -> bool:
@@ -477,7 +488,7 @@ def _takes_first_only(node: fx.Node) -> bool:
     return all(user.target is operator.getitem and (user.args[1] == 0 or not user.users) for user in node.users)
 
 
-def _drawing(target: Any, is_stacked: Sequence[bool], strides: Sequence[int], *, is_dropout: bool) -> _Run:
+def _drawing(target: Any, is_stacked: Sequence[bool], strides: Sequence[int] | None, *, is_dropout: bool) -> _Run:
     return lambda count, found, keywords: drawn(
         target, tuple(found), keywords, is_stacked, count, strides, is_dropout=is_dropout
     )

@@ -66,6 +66,8 @@ class _PrimitiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._graph = fx.Graph()
         self._generator = self._graph.placeholder("generator")
         self._nodes = {id(t): self._graph.placeholder(f"tensor_{i}") for i, t in enumerate(tensors)}
+        for tensor in tensors:
+            self._nodes[id(tensor)].meta["val"] = tensor
         self._alive = list(tensors)  # tensors are identified by id, so none may be freed and its id reused
         self._possible = True
 

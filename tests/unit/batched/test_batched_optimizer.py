@@ -258,7 +258,16 @@ def test_an_optimizer_that_every_step_is_told_of_is_stepped_by_itself():
         group.step()
     finally:
         handle.remove()
-    assert [o for o in group.read if o in seen] == group.read
+    assert [optimizer for optimizer in seen if optimizer not in group.own] == group.read
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam", "adamw", "rmsprop", "centered", "adagrad"])
+def test_complex_parameters_go_where_each_members_own_optimizer_takes_them(kind):
+    group = Group(KINDS[kind], dtype=torch.complex128)
+    for _ in range(20):
+        group.step()
+    for i in range(MEMBERS):
+        assert group.distance(i) < 1e-12
 
 
 def test_state_that_lies_elsewhere_is_stepped_all_the_same():

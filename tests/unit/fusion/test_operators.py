@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from hydra_tune.fusion.batching.batched_graph import StackedGraph
@@ -16,6 +17,7 @@ VECTORS = torch.randn(6, 8, generator=_GENERATOR, dtype=torch.float64)
 MOMENTS = torch.randn(6, 3, 8, generator=_GENERATOR, dtype=torch.float64)
 IDS = torch.randint(7, (6, 5), generator=_GENERATOR)
 CLASSES = torch.randint(3, (6,), generator=_GENERATOR)
+IMAGES = torch.randn(6, 2, 4, 5, generator=_GENERATOR, dtype=torch.float64)
 
 
 class Recurrent(nn.Module):
@@ -67,7 +69,7 @@ class Noise(nn.Module):
         y = self.first(x)
         with torch.no_grad():
             self.average.lerp_(y.mean(0), 0.1)
-            noise = torch.randn_like(y)
+            noise = torch.randn_like(y) + torch.randn_like(self.average)
         y = functional.dropout(self.slope(y + 0.1 * noise).T, 0.4).T
         return self.head(torch.native_dropout(y + self.average, 0.3, True)[0])
 
@@ -163,6 +165,15 @@ def test_columns_that_are_filled_are_each_members_own():
         torch.testing.assert_close(row, value.index_fill(1, own, 0.5), rtol=0, atol=0)
 
 
+def test_a_number_of_a_wider_dtype_leaves_the_dtype_of_the_result():
+    graph = make_fx(lambda x, least: (torch.where(x > least, x, least),), tracing_mode="fake")
+    values, least = VECTORS[:2].float(), torch.tensor([0.25, -0.25], dtype=torch.float64)
+    (found,) = StackedGraph(graph(values[0], least[0]), [True, True])(values, least)
+    expected = torch.stack([torch.where(x > number, x, number) for x, number in zip(values, least, strict=True)])
+    assert expected.dtype is torch.float32
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_images_made_of_vectors(is_traced):
     check(Generator(), VECTORS, is_traced=is_traced)
@@ -170,6 +181,46 @@ def test_images_made_of_vectors(is_traced):
 
 def test_noise():
     check(Noise(), VECTORS, is_traced=False)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        torch.randn_like,
+        torch.rand_like,
+        partial(torch.randint_like, high=9),
+        lambda h: torch.randn_like(h.transpose(1, 3)).transpose(1, 3),
+        lambda h: torch.randn_like(h[:, :, :1].expand_as(h)),
+    ],
+    ids=["normal", "uniform", "integers", "transposed", "expanded"],
+)
+def test_noise_that_lies_as_the_output_of_a_convolution(draw):
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = nn.Conv2d(2, 4, 3), nn.Linear(24, 3)
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.head((h + 0.1 * draw(h.detach())).flatten(1))
+
+    check(Noisy(), IMAGES, is_traced=False)
+
+
+def test_a_factor_that_is_overwritten_behind_its_product():
+    class Overwriting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.fixed, self.head = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 3)
+            self.fixed.weight.requires_grad_(False)  # the backward reads no factor of this product
+
+        def forward(self, x):
+            y = self.first(x)
+            product = self.fixed(y)
+            y.add_(1.0)
+            return self.head(y) * product.transpose(0, 1).mean(0).unsqueeze(1)
+
+    check(Overwriting(), VECTORS, is_traced=True)
 
 
 def test_what_is_written_into():

@@ -48,6 +48,14 @@ def rectify_base(_, h):
     return flat.view_as(h)
 
 
+def into_the_base(_, h):
+    with torch.no_grad():
+        base = h.detach()
+        flat = base.flatten(1)
+        torch.mul(base, 3.0, out=base)
+    return h + flat.view_as(h)
+
+
 def within_a_region(_, h):
     with torch.no_grad():
         h.detach().flatten(1).mul_(2.0)
@@ -70,7 +78,9 @@ def a_buffer(module, h):
 
 
 @pytest.mark.parametrize(
-    "write", [set_first, rectify_flat, rectify_copy, rectify_base, within_a_region], ids=lambda write: write.__name__
+    "write",
+    [set_first, rectify_flat, rectify_copy, rectify_base, into_the_base, within_a_region],
+    ids=lambda write: write.__name__,
 )
 def test_a_write_that_the_layout_may_hide_is_refused(write):
     with pytest.raises(UnfusableError, match="overwrites a view whose base is read later"):
@@ -80,6 +90,23 @@ def test_a_write_that_the_layout_may_hide_is_refused(write):
 @pytest.mark.parametrize("write", [without_the_base, a_slice, a_buffer], ids=lambda write: write.__name__)
 def test_other_writes_are_stacked(write):
     compare(bench(_task(write)), is_traced=True)
+
+
+def test_values_found_by_strides_are_refused():
+    """Stacked behind a convolution, a member's numbers have other strides than alone."""
+    with pytest.raises(UnfusableError, match=r"as_strided\.default finds values by strides"):
+        compare(bench(_task(lambda _, h: h + h.as_strided((len(h), 1, 1, 1), (48, 1, 1, 1), 0))))
+
+
+def test_a_result_written_into_a_tensor_without_members_is_refused():
+    def write(_, h):
+        with torch.no_grad():
+            room = torch.ones(len(h), dtype=h.dtype).sqrt()
+            torch.mul(h.detach().mean((1, 2, 3)), 2.0, out=room)
+        return h + room.mean()
+
+    with pytest.raises(UnfusableError, match="overwrites a tensor that does not depend on the trial"):
+        compare(bench(_task(write)))
 
 
 def _task(write):
