@@ -29,7 +29,8 @@ class FusedJob:
         fusion_size: the most members of a group that this job forms; None: as many as of any job.
 
     Attributes:
-        carrier: the pool's job that runs this job, alone or in a group; None while there is no carrier.
+        carrier: the pool's job that runs this job, alone or in a group; None while there is no carrier, also where the
+            job's own carrier has ended before another carrier has decided whether to keep the job.
         ticket: identifies the latest carrier; a carrier with an older ticket runs nothing.
         stop: the end requested by the driver, if any.
         trial: the job's own trial, once built.

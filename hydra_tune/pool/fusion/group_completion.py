@@ -210,7 +210,7 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
         Also called right after the job has left, because the driver's request may have come in between.
         """
         with self._table.pool.changed:
-            is_aside = entry.seat is not None and not entry.is_seated and entry.carrier is None
+            is_aside = entry.seat is not None and not (entry.is_seated or entry.is_taken) and entry.carrier is None
             if not is_aside or (entry.stop is None and (entry.job.paused or entry.job.state == "waiting")):
                 return
         self._carrying.carry_anew(entry)
