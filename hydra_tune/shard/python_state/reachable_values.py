@@ -445,8 +445,12 @@ class ReachableValues(CodeWalk):
         if type(value) not in EXACT:
             self._attributes(value, label, depth, library)
 
-    def _nothing(self, value: Any, label: str, depth: int, library: int) -> None:
-        """Only the identity counts."""
+    def _thread(self, thread: threading.Thread, label: str, depth: int, library: int) -> None:
+        """The values without parts that the walked code names: what the thread itself works on changes at any time."""
+        attributes = vars(thread)
+        known = self._known(attributes, type(thread))
+        names = [name for name in known if name not in attributes or isinstance(attributes[name], PLAIN)]
+        self._named(attributes, names, label, depth, library)
 
     def _object(self, value: Any, label: str, depth: int, library: int) -> None:
         numpy, kind = sys.modules.get("numpy"), type(value)
@@ -556,7 +560,7 @@ _BY_TYPE: tuple[tuple[Any, Callable[..., None]], ...] = (
     (weakref.ref, ReachableValues._reference),  # noqa: SLF001
     (type(functools.lru_cache(int)), ReachableValues._wrapped),  # noqa: SLF001
     ((types.BuiltinFunctionType, types.MethodWrapperType), ReachableValues._builtin),  # noqa: SLF001
-    (threading.Thread, ReachableValues._nothing),  # noqa: SLF001
+    (threading.Thread, ReachableValues._thread),  # noqa: SLF001
     ((multiprocessing.connection.Connection, socket.socket), ReachableValues._iterator),  # noqa: SLF001
     ((threading.Event, threading.Semaphore, threading.Condition), ReachableValues._synchronized),  # noqa: SLF001
     (io.IOBase, ReachableValues._file),  # noqa: SLF001
@@ -572,7 +576,6 @@ _BY_CONTENTS = frozenset(
         ReachableValues._random,  # noqa: SLF001
         ReachableValues._generator,  # noqa: SLF001
         ReachableValues._wrapped,  # noqa: SLF001
-        ReachableValues._nothing,  # noqa: SLF001
         ReachableValues._synchronized,  # noqa: SLF001
         ReachableValues._file,  # noqa: SLF001
     }

@@ -463,6 +463,28 @@ def test_variables_that_no_code_reads_do_not_count_where_other_code_makes_up_nam
     assert guard.change() is not None
 
 
+def test_what_a_thread_works_on_does_not_count():
+    class Logger(threading.Thread):
+        def __init__(self):
+            super().__init__()
+            self.waiting, self.seen = queue.Queue(), []
+
+        def log(self, value):
+            self.waiting.put(value)
+            self.seen.append(value)
+
+    logger, is_verbose = Logger(), False
+
+    def step(module, batch):
+        if is_verbose:
+            logger.log(len(logger.seen))
+        return module(batch).sum()
+
+    guard = guard_of(step)
+    logger.log(1.0)
+    assert guard.change() is None
+
+
 def test_switching_a_module_to_evaluation_reads_no_variables():
     module = net()
     assert guard_of(lambda model, batch: model.eval()(batch).sum(), module).change() is None
