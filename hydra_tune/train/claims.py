@@ -133,7 +133,7 @@ class TrialClaim:
         self._over.set()
 
 
-def note_lost(parameters: Iterable[nn.Parameter]) -> None:
+def note_lost(parameters: Iterable[torch.Tensor]) -> None:
     """Refuse further trials of trained parameters whose last values are given up."""
     with _LOCK:
         _LOST.update(dict.fromkeys(parameters, True))

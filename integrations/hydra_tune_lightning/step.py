@@ -132,7 +132,7 @@ class LightningStep(_ModuleStep):
             # Within the block, because the end of the block takes the states of this batch away.
             if self.logs is not None:
                 self.logs.add(module, logged, metrics)
-            trained = _TRAINED_METRICS.setdefault(self.task, set())
+            trained = _TRAINED_METRICS.setdefault(self.task, set())  # type: ignore[no-untyped-call]
             trained.update(name for name, metric in metrics.items() if metric.update_count)
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None:
@@ -166,7 +166,8 @@ class LightningEvaluation(_ModuleStep):
             places: dict[str, list[LoggedValue]] = {name: [] for name in metrics if metrics[name].update_count}
             places |= logged.metrics
             read = places if self.has_end else logged.metrics
-            shared = sorted(_TRAINED_METRICS.get(self.task, set()).intersection(read))
+            trained = _TRAINED_METRICS.get(self.task, set())  # type: ignore[no-untyped-call]
+            shared = sorted(trained.intersection(read))
             if shared:
                 raise MetricError(
                     f"training_step and validation_step share the metric {shared[0]!r}, whose states Lightning mixes; make two "
