@@ -30,7 +30,7 @@ from hydra_tune_lightning.trainer_stand_in import standing_in
 from hydra_tune_lightning.validation_end import appended
 
 # By task, the metrics that steps of training have updated: a step that is cut runs on a twin.
-_TRAINED_METRICS: Any = WeakIdKeyDictionary()
+_TRAINED_METRICS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 

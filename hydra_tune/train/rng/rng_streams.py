@@ -173,13 +173,19 @@ class RandomStreams:
 
     @contextmanager
     def updating(self, device: Device | None) -> Iterator[None]:
-        """Make all streams the trial's around an update, because the optimizer's own code may draw from any of them.
+        """Make the streams the trial's around an update, because the optimizer's own code may draw.
+
+        On a GPU's worker, torch's draws on the host are not the trial's.
 
         Args:
             device: device of the update; None: on the host.
         """
-        with self.drawing(device, keep=True), self.everything():
+        with self.drawing(device, keep=True), self.of_python():
             yield
+
+    def of_python(self) -> AbstractContextManager[None]:
+        """Make the numpy and Python streams of this thread the trial's inside the context."""
+        return _RandomStreamContext(self._host_streams[1:])
 
     @contextmanager
     def _drawing_on_host(self, *, keep: bool) -> Iterator[None]:
