@@ -74,7 +74,7 @@ class TrialClaim:
         }
         # Check and entry under one lock: of two trials built at once, one must see the other.
         with _LOCK:
-            lost_name = next((name for name, parameter in module.named_parameters() if parameter in _LOST), None)
+            lost_name = next((name for name, parameter in module.named_parameters() if _is_lost(parameter)), None)
             if lost_name is not None:
                 raise TaskError(
                     f"parameter {lost_name!r} of the module that model= returned has lost its values with an earlier trial, "
@@ -134,9 +134,16 @@ class TrialClaim:
 
 
 def note_lost(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse further trials of trained parameters whose last values are given up."""
+    """Refuse further trials of trained parameters whose last values have been given up, unless they get other memory."""
     with _LOCK:
-        _LOST.update(dict.fromkeys(parameters, True))
+        for parameter in parameters:
+            _LOST[parameter] = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _is_lost(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has the memory in which an earlier trial has left the parameter without values."""
+    # A weak reference keeps the address of the storage, so other memory has another address.
+    return parameter in _LOST and _LOST[parameter] == StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _has_memory(parameter: nn.Parameter) -> bool:

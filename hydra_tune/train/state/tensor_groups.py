@@ -233,9 +233,10 @@ class TensorGroups:
         self._host_updates.wait_quietly()
         self.shared.leave()
         for block in self._blocks():
-            if block.kind is BlockKind.PARAMETERS and not block.is_loose:
-                note_lost(p for p in block.tensors if isinstance(p, nn.Parameter) and p.requires_grad)
+            has_parameters = block.kind is BlockKind.PARAMETERS and not block.is_loose
+            parameters = [p for p in block.tensors if isinstance(p, nn.Parameter)] if has_parameters else []
             drop(block)
+            note_lost(p for p in parameters if p.requires_grad)
 
     def watch(self, moved: Callable[[int, str | None], None]) -> None:
         """Call `moved(shard, device)` when parameters of a shard reach a device, or leave their device (None)."""

@@ -59,6 +59,25 @@ def test_a_module_whose_trial_was_pruned_trains_on_as_in_a_plain_loop_or_not_at_
         assert "parameter '0.weight' of the module that model= returned has lost its values" in str(result.error)
 
 
+def test_a_module_whose_trial_was_pruned_trains_again_with_other_memory():
+    shared = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    fresh = copy.deepcopy(shared)
+
+    def again():
+        for parameter, value in zip(shared.parameters(), fresh.parameters(), strict=True):
+            parameter.data = value.detach().clone()
+        return shared
+
+    with running(num_shards=2) as pool:
+        stream = pool.events()
+        job = pool.submit(task(model=again, epochs=3), events=stream)
+        assert isinstance(stream.get(PATIENCE_SECONDS), Reported)
+        job.prune()
+        assert job.result().status == "pruned"
+        result = pool.submit(task(model=again)).result()
+    assert against_plain(task(model=lambda: copy.deepcopy(fresh)), result) == []
+
+
 def test_a_parameter_in_two_modules_is_refused_by_name(claims):
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.bias = first.bias
