@@ -346,7 +346,10 @@ class CodeWalk(abc.ABC):
         if not is_installed(kind.__module__):
             self._class(kind, kind.__name__, depth, library)
         if isinstance(attributes, dict):
-            self._named(attributes, self._known(attributes, kind), label, depth, library)
+            # Where code makes names up, only values without parts: a loader keeps its iterator in an attribute, for example.
+            known = self._known(attributes, kind)
+            names = [name for name in known if name in self.names or isinstance(attributes.get(name), PLAIN)]
+            self._named(attributes, names, label, depth, library)
 
     def _attributes(self, value: Any, label: str, depth: int, library: int) -> None:
         """Hold and follow the attributes of an object."""

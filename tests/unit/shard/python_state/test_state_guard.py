@@ -463,6 +463,21 @@ def test_variables_that_no_code_reads_do_not_count_where_other_code_makes_up_nam
     assert guard.change() is not None
 
 
+def test_what_a_loader_works_on_does_not_count_where_code_makes_up_names():
+    loader = DataLoader([0, 1], num_workers=1, persistent_workers=True)
+
+    def step(module, batch):
+        return getattr(module, f"{'forward'}")(batch).sum() * len(loader)
+
+    list(loader)
+    try:
+        guard = guard_of(step)
+        list(loader)
+        assert guard.change() is None
+    finally:
+        loader._iterator._shutdown_workers()
+
+
 def test_what_a_thread_works_on_does_not_count():
     class Logger(threading.Thread):
         def __init__(self):
