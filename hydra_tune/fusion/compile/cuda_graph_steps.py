@@ -160,7 +160,7 @@ class GroupCaptureCache:
         operands: ShardOperands,
         room_bytes: int,
         lease: Lease | None,
-        noise: list[Tensor] | None = None,
+        noise: list[Tensor],
         *,
         is_laid_out: bool = False,
     ) -> ShardGradients:
@@ -172,14 +172,12 @@ class GroupCaptureCache:
             operands: operands of the shard.
             room_bytes: bytes that the step computes with.
             lease: the unit's lease.
-            noise: random numbers and loss scales of the step, if already drawn.
+            noise: random numbers and loss scales of the step.
             is_laid_out: as of `JointTrace.run`; the step that makes a recording lays nothing out.
         """
         place = operands.state[0].device
         # A group may run on several devices in turn, and a graph belongs to one.
         step_state = self._kept_for(trace, str(place) if lease is None else lease.place)
-        # Draw before the decision: run, record and replay then use the same numbers and advance the streams equally.
-        noise = trace.draw(place) if noise is None else noise
         action = step_state.course.next(tuple([tensor.data_ptr() for tensor in operands.state]))
         if action == "replay" and step_state.recording is not None:
             step_inputs = [*operands.constants, *operands.inputs, *noise]
@@ -310,7 +308,7 @@ class CapturedPlanExecutor:
         trace: JointTrace,
         shard: ShardGraph,
         operands: ShardOperands,
-        noise: list[Tensor] | None = None,
+        noise: list[Tensor],
         *,
         is_laid_out: bool = False,
     ) -> ShardGradients:
