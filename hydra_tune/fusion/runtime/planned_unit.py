@@ -6,7 +6,7 @@
 Note: planned steps are bound to the group's state. `GroupTrial` calls `clear` before the state is replaced or released.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from hydra_tune.fusion.group.batched_inputs import StackedBatches
 from hydra_tune.fusion.group.group_step import GroupGradients, leave_out_bad
 from hydra_tune.fusion.group.member import MemberBatchRequest
 from hydra_tune.fusion.group.multi_step_unit import GroupRound, RoundContext
-from hydra_tune.fusion.runtime.plan_autotuner import AutotuneResult, StepPlanAutotuner
+from hydra_tune.fusion.runtime.plan_autotuner import AutotuneResult, StepPlanAutotuner, drop_stale
 from hydra_tune.fusion.runtime.planned_executor import DeviceStepRunner
 from hydra_tune.fusion.runtime.step_arguments import StepStateBinding, stack_now
 from hydra_tune.fusion.runtime.step_planner import OWN_LOSSES, PlannedStep, StepPlanner, check_values, stack_of
@@ -144,6 +144,7 @@ class PlannedStepCache:
         inputs: Sequence[Tensor],
         gradients: GroupGradients,
         like: MemberBatchRequest,
+        present: Collection[PreparedPlan],
         *,
         is_one_loss: bool,
     ) -> StepPlanAutotuner[GroupStepRunner] | None:
@@ -155,6 +156,7 @@ class PlannedStepCache:
             inputs: the stacked batch; only the geometry counts.
             gradients: the group's gradient rules.
             like: a member's batches, named with the measurement.
+            present: plans that the group may run again; steps of other plans are dropped.
             is_one_loss: whether all members have the same loss.
 
         Raises:
@@ -163,6 +165,7 @@ class PlannedStepCache:
         if prepared.plan.mode != "train" or self._planner.fits(prepared):
             return None
         if prepared not in self._known:
+            drop_stale(self._known, present)
             try:
                 if not is_one_loss:  # a member with another loss has joined
                     raise UnfusableError(OWN_LOSSES)  # noqa: TRY301 - handled below like any other reason
