@@ -2,13 +2,12 @@
 
 A Python function keeps the variables of its surroundings, not their values. In `for width in widths:
 tasks.append(TrainTask(model=lambda: net(width), ...))` every model is built with the last width, because the models are
-built after the loop. `ClosureSnapshot` notes the values at construction of the task and compares the values before the
-functions run. `TrainTask` (`task.py`) takes the snapshot when a task is made, and `build_model` (`train/building.py`)
-logs the changes when a trial builds its model. `LoopTask` (`loop_task.py`) takes a snapshot of its loop;
-`LoopTrial` (`train/own_loop/loop_trial.py`) and `train_plain` (`train/own_loop/plain.py`) log the changes before the loop
-runs. `train/checkpoint/trial_checkpoint.py` searches the variables of a task (`enclosed_parts`) for averaged weights that
-no checkpoint holds, and `train/data/loader_copies.py` searches the variables of a data callable for loaders that trials
-would share.
+built after the loop. `TrainTask` (`task.py`) takes a `ClosureSnapshot` when a task is made, and `build_model`
+(`train/building.py`) logs the changes when a trial builds its model. `LoopTask` (`loop_task.py`) takes a snapshot of its
+loop; `LoopTrial` (`train/own_loop/loop_trial.py`) and `train_plain` (`train/own_loop/plain.py`) log the changes before the
+loop runs. `train/checkpoint/trial_checkpoint.py` searches the variables of a task (`enclosed_parts`) for averaged weights
+that no checkpoint holds, and `train/data/loader_copies.py` searches the variables of a data callable for loaders that
+trials would share.
 
 Note: the module knows nothing of tasks, and must neither call nor compare a user's objects: objects other than simple
 values are compared by identity.
@@ -31,7 +30,7 @@ class ClosureChange:
     """A variable that was assigned another value.
 
     Attributes:
-        argument: the name of the function's argument.
+        argument: name of the function, as of `ClosureSnapshot`.
         variable: the variable's name.
         before, now: the values in words.
     """
@@ -43,11 +42,9 @@ class ClosureChange:
 
 
 class ClosureSnapshot:
-    """Snapshot of the variables that some functions read.
+    """Snapshot of the variables that some functions, by argument name, read.
 
-    Args:
-        functions: the functions, by argument name. Numbers, texts, bytes and None are noted by value; any other
-            value, a tuple included, by its identity.
+    Numbers, texts, bytes and None are noted by value; any other value, a tuple included, by its identity.
     """
 
     __slots__ = ("_functions", "_noted")
@@ -80,11 +77,9 @@ class ClosureSnapshot:
 
 
 def enclosed_parts(given: object, *, with_globals: bool = False) -> Iterator[tuple[str, object]]:
-    """Iterate over the closure variables of a function, each by name with its value, or with each part of a container.
+    """Iterate over a function's closure variables, and the globals that it reads if wanted: names with values.
 
-    Args:
-        given: the function; any other object has no parts.
-        with_globals: whether the globals that the function reads count as well.
+    A dict, list or tuple gives each of its parts. Any other object than a function has no parts.
     """
     function = _function(given)
     if function is None:

@@ -73,7 +73,6 @@ class TrialsFailed(HydraTuneError):  # noqa: N818 - it tells of trials, several 
 
 
 def _numbered(numbers: Sequence[int]) -> str:
-    """Name some trials by their places in the list of tasks."""
     numbers_text = ", ".join(map(str, numbers[:_NUM_NUMBERS])) + ("" if len(numbers) <= _NUM_NUMBERS else ", ...")
     return f"task {numbers_text}" if len(numbers) == 1 else f"tasks {numbers_text}"
 

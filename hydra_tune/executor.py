@@ -6,7 +6,7 @@ threads; a caller thread submits, waits, copies a job's state, plans, reads figu
 checkpoints. The module must not know any tuner. People import `HydraExecutor` from `hydra_tune`; `hydra-tune sweep`
 (`cli/run/sweep_run.py`), `hydra-tune check` (`cli/dry_run/checking.py`) and `hydra-tune plan` (`cli/dry_run/planning.py`)
 make executors, and each Ray pool makes one executor (`NodePoolRuntime` of `hydra_tune_ray`). Studies of `hydra_tune_optuna`
-call an executor given by the user.
+and searches of `hydra_tune_transformers` call an executor given by the user.
 
 Note: locks. `_lock` guards only the start of the pool and `_is_shut_down`, because several threads may share an executor
 and make the first call at once. No call holds `_lock` while user code runs or a unit is awaited. A pool belongs to the
@@ -662,7 +662,7 @@ class HydraExecutor:
         """
         if on_error not in ("raise", "return"):
             raise ConfigError(f"on_error must be 'raise' or 'return', not {on_error!r}")
-        results = self._run([tasks] if isinstance(tasks, TrainTask) else _checked(tasks))
+        results = self._run(_checked(tasks, "run"))
         if on_error == "raise" and any(result.status == "failed" for result in results):
             # The first trial's error as the cause, so that its traceback is printed, too.
             raise TrialsFailed(results) from next(result.error for result in results if result.status == "failed")
@@ -752,7 +752,7 @@ class HydraExecutor:
         return (pool or self._started()).recording()
 
     def profile(
-        self, tasks: Iterable[TrainTask], *, bandwidth: str | int | None = None, steps: int | None = None
+        self, tasks: TrainTask | Iterable[TrainTask], *, bandwidth: str | int | None = None, steps: int | None = None
     ) -> dict[str, Any]:
         """Profile a sweep of tasks for `hydra-tune simulate`; nothing is trained.
 
@@ -773,7 +773,7 @@ class HydraExecutor:
             HydraTuneError: a task that the pool would refuse.
         """
         check_count("steps", steps)
-        tasks = list(tasks)
+        tasks = _checked(tasks, "profile")
         refuse_loops(tasks, "profile")
         tasks_by_name = {f"trial{number}": task for number, task in enumerate(tasks)}
         bytes_per_second = parse_bandwidth(bandwidth, what="bandwidth")
@@ -781,7 +781,9 @@ class HydraExecutor:
             tasks_by_name, bandwidth=bytes_per_second, steps=steps, max_concurrent=self.width
         )
 
-    def plan(self, tasks: Iterable[TrainTask], *, probe: bool = False, profile: bool | int = False) -> PoolForecast:
+    def plan(
+        self, tasks: TrainTask | Iterable[TrainTask], *, probe: bool = False, profile: bool | int = False
+    ) -> PoolForecast:
         """Forecast how tasks would run in the pool together: shards, units, memory, and bytes moved in a step by kind.
 
         Each model is built, captured, cut and checked on the host with its first batch, as in `submit`; a model too
@@ -793,7 +795,7 @@ class HydraExecutor:
         side on idle devices.
 
         Args:
-            tasks: the trials; at least one.
+            tasks: the trials, at least one, or a single task.
             probe: time a few steps of fusable trials, alone and stacked, on copies, as `fusion="auto"` does; see
                 docs/howto/plan.md.
             profile: run the step of each kind of trial operator by operator, alone and for up to `profile` fused
@@ -813,7 +815,7 @@ class HydraExecutor:
             HydraTuneError: a task that the pool would refuse. Errors of a model or a task are raised only if no task can
                 be planned.
         """
-        tasks = list(tasks)
+        tasks = _checked(tasks, "plan")
         refuse_loops(tasks, "plan")
         tasks_by_name = {f"trial{number}": task for number, task in enumerate(tasks)}
         if not tasks_by_name:
@@ -946,7 +948,7 @@ class HydraExecutor:
 
 
 def _options_of(cls: type[HydraExecutor]) -> list[str]:
-    """Names of the options that an executor class and its bases take by keyword."""
+    """Return the options that an executor class and its bases take by keyword."""
     by_keyword = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     # Subclasses may take options of their own, and pass all others on. `object`, whose `__init__` names no options, is last.
     initializers = [vars(kind)["__init__"] for kind in cls.__mro__[:-1] if "__init__" in vars(kind)]
@@ -954,14 +956,18 @@ def _options_of(cls: type[HydraExecutor]) -> list[str]:
     return list(dict.fromkeys(p.name for p in parameters if p.kind in by_keyword and p.name != "self"))
 
 
-def _checked(tasks: Iterable[TrainTask]) -> list[TrainTask]:
-    """Return the tasks as a list, after checking every item before the first is trained."""
+def _checked(tasks: TrainTask | Iterable[TrainTask], what: str) -> list[TrainTask]:
+    """Return a task or tasks, the argument of the method `what`, as a list, every item checked."""
+    if isinstance(tasks, TrainTask):
+        return [tasks]
     if not isinstance(tasks, Iterable):
-        raise ConfigError(f"run takes a TrainTask, or an iterable of them, not {type(tasks).__name__}")
+        raise ConfigError(f"{what} takes a TrainTask, or an iterable of them, not {type(tasks).__name__}")
     tasks_list = list(tasks)
     for number, task in enumerate(tasks_list):
         if not isinstance(task, TrainTask):
-            raise ConfigError(f"run takes TrainTasks, and item {number} is {type(task).__name__}; nothing was trained")
+            raise ConfigError(
+                f"{what} takes TrainTasks, and item {number} is {type(task).__name__}; nothing was trained"
+            )
     return tasks_list
 
 

@@ -9,7 +9,8 @@ decides. SIGTERM ends a Python program on the spot by default; inside `ends_in_o
 `Terminated` by a handler of its own (`cli/run/interrupt.py`).
 
 Note: the state belongs to the main thread of the process. In any other thread all contexts here do nothing. A forked
-process, such as a worker of `multiprocessing.Pool`, holds no interrupts, and SIGTERM ends the process on the spot.
+process, such as a worker of `multiprocessing.Pool`, holds no interrupts, and SIGTERM ends the process on the spot unless
+the program has a handler of its own.
 """
 
 import os

@@ -31,11 +31,7 @@ class OldPathFinder(MetaPathFinder):
 
 
 class MovedLoader(Loader):
-    """Imports a module by its new path.
-
-    Args:
-        path: the new path.
-    """
+    """Imports a module by its new path."""
 
     def __init__(self, path: str) -> None:
         self._path = path

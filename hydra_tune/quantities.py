@@ -1,9 +1,9 @@
 """Parsing and formatting of bytes and seconds.
 
 The module handles only text and numbers and knows nothing of tensors or devices. `ExecutorSettings`
-(`pool/runtime/settings.py`) and `HydraExecutor` (`executor.py`) parse the sizes and times among the options of a new
-executor, `TrainTask` (`task.py`) parses `split_operators`, and `cli/sweep_file/sweep_model.py` checks the sizes and times
-of a sweep file. Error messages and tables of all packages format bytes and seconds here.
+(`pool/runtime/settings.py`) and `HydraExecutor` (`executor.py`) parse sizes and times among the options of a new
+executor, `TrainTask` (`task.py`) parses `split_operators`, and `cli/sweep_file/sweep_model.py` checks the sizes and
+times of a sweep file. Messages and tables of all packages format bytes and seconds here.
 """
 
 import math
@@ -36,9 +36,7 @@ _DAY = 86400
 def parse_bytes(text: str | int, *, what: str = "memory") -> int:
     """Read a number of bytes such as `"11GiB"`, `"1.5 GB"`, `"4096"` or a plain int.
 
-    Args:
-        text: the user's value; a bare number is bytes.
-        what: the name of the option, for the message.
+    A bare number is bytes; `what` names the option in a message.
 
     Returns:
         Whole bytes, rounded down.
@@ -91,9 +89,7 @@ def format_short_seconds(seconds: float) -> str:
 def parse_seconds(value: object, *, what: str) -> float:
     """Read a duration: a number of seconds, or a text such as "30s", "5min" or "1h".
 
-    Args:
-        value: the user's value.
-        what: the name of the option, for the message.
+    `what` names the option in a message.
 
     Returns:
         Seconds.

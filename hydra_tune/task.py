@@ -1,7 +1,7 @@
 """`TrainTask`: the executable form of a trial.
 
-A task describes a training run with factories and data handles and holds no live objects: a waiting task costs nothing,
-and two tasks can be compared without building their models. Arguments are checked at construction, so that a mistake
+A task describes a training run with factories and data handles, and holds no live model or optimizer: a waiting task costs
+nothing, and two tasks can be compared without building their models. Arguments are checked at construction, so that a mistake
 shows where the task was written and not hours later on a worker. People import `TrainTask` from `hydra_tune`, and submit
 the task to a `HydraExecutor` or return the task from a tuner's objective. `train_plain` (`train/loop/reference_loop.py`)
 and the trials of a pool (`train/trial.py`, `shard/capture/step_module.py`) read the arguments, and share the functions
@@ -470,10 +470,6 @@ def number_of(value: object) -> float | None:
 def weighed(task: TrainTask, window: Sequence[Batch]) -> list[tuple[Batch, Tensor]]:
     """Pair each batch of an optimizer step with the sum of the weights of all; runs the user's `loss_weight=`.
 
-    Args:
-        task: a task with `loss_weight`.
-        window: the batches of the step.
-
     Returns:
         Pairs (batch, total), `total` on the host and without dimensions: int64 if all weights are integers, else of torch's
         default type. Each has a tensor of its own, because a step may write to it.
@@ -539,11 +535,7 @@ def not_collectable(name: str, value: object) -> MetricError:
 
 
 def finished(task: "TrainTask", collected: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
-    """Compute metrics by `finish` from the values of all batches.
-
-    Args:
-        task: a task with `finish`.
-        collected: the tensors of each batch by name, on the host.
+    """Compute metrics by `finish` from the tensors of all batches by name, on the host.
 
     Raises:
         MetricError: the tensors of a name do not fit together, or `finish` returned anything but names and numbers.

@@ -1,14 +1,12 @@
 """Optimizers of stacked members: a single step for all members, each with its own rates.
 
 Before each step of active members the rates are read from the members' own optimizers, where the members' schedulers write.
-Every member has its own step count, so members may begin and pause independently. `stacked_optimizer`
-(`fusion/group/stacked_state.py`) makes the optimizer, through `group_optimizer` (`per_member_optimizer.py`), when members
-are stacked; plain steps of the group call `step`, planned steps (`fusion/runtime/step_arguments.py`) call `note_step`, and
+Every member has its own step count. `stacked_optimizer` (`fusion/group/stacked_state.py`) makes the optimizer, through
+`group_optimizer` (`per_member_optimizer.py`), when members are stacked; `ModelState` (`train/state/model_state.py`) calls
+`step` in plain steps of the group, planned steps (`fusion/runtime/step_arguments.py`) call `note_step`, and
 `fusion/matching/fusion_key.py` asks for `options_key` before trials are grouped. `planner/trace/optimizer_graph.py` asks
-`is_stackable` before an update is traced. The module must not know groups, trials or plans.
-
-An optimizer without such a form runs member by member (`PerMemberOptimizer`): each member's own optimizer steps that
-member's part of the parameters and gradients.
+`is_stackable` before an update is traced. An optimizer without such a form runs member by member (`PerMemberOptimizer`).
+The module must not know groups, trials or plans.
 
 Note: masks. Whoever steps the group sets `active` first. A step must leave parameters and state of other members at the
 same bits, and `admits` tells whether a new member would change the operators of the present members.
@@ -36,7 +34,7 @@ _OWN = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 def _steps_of(own: Mapping[str, Any]) -> int:
-    """Return the number of steps of a member's optimizer state; for optimizers without a count, 1 if there is state."""
+    """Return the steps of a member's optimizer state; without a count, 1 if there is state."""
     return int(own["step"]) if "step" in own else int(bool(own))
 
 
@@ -86,7 +84,7 @@ class StackedOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
-        """Return copies of a member's optimizer state for a parameter, as the member's own optimizer would hold it."""
+        """Return copies of a member's state for a parameter, as the member's own optimizer would hold the state."""
 
     def admits(self, optimizer: Optimizer) -> bool:
         """Return whether a member with the given optimizer would leave the bits of the others unchanged."""
@@ -112,14 +110,7 @@ class StackedOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return missing state of a stacked parameter, stacked from the members' own.
-
-        Empty if no member has taken a step.
-
-        Args:
-            p: the stacked parameter.
-            owns: each member's own state, as of `put`.
-        """
+        """Return missing state of a stacked parameter, stacked from each member's own; empty before any member's step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +141,7 @@ class BatchedOptimizer(StackedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
-        """Step all parameters with gradients, for the active members; may overwrite the gradients."""
+        """Step the parameters with gradients, for the active members; may overwrite the gradients."""
         assert closure is None, "a stacked step has its gradients"
         for member in self._members:
             member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - avoids a scheduler's warning
@@ -187,11 +178,7 @@ class BatchedOptimizer(StackedOptimizer):
         return self._rates
 
     def note_step(self, parameters: Iterable[Tensor]) -> None:
-        """Record a step of the active members that a planned step has made with the same arithmetic.
-
-        Args:
-            parameters: the stepped parameters, with complete state.
-        """
+        """Record that a planned step has stepped the given parameters, with complete state, for the active members."""
         for member in self._members:
             member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - as in `step`
         stepped_ids = {id(p) for p in parameters}
@@ -209,7 +196,7 @@ class BatchedOptimizer(StackedOptimizer):
 
     @override
     def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
-        """Return copies of a slot's optimizer state by torch's names; empty before the member's first step."""
+        """As of `StackedOptimizer`, by torch's names; empty before the member's first step."""
         state = self.state.get(p, {})
         if not state or not state["steps"][index]:
             return {}
@@ -235,7 +222,7 @@ class BatchedOptimizer(StackedOptimizer):
 
     @override
     def put(self, p: Tensor, index: int, own: Mapping[str, Any]) -> dict[int, Tensor]:
-        """Set a slot's step count; return the values for the caller to write, by `id` of the state's tensors."""
+        """As of `StackedOptimizer`; sets the slot's step count."""
         state = self.state.get(p, {})
         if not state:
             return {}
@@ -248,7 +235,7 @@ class BatchedOptimizer(StackedOptimizer):
 
     @override
     def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return a stacked parameter's missing state, zeros or Adagrad's start for new members; empty before any step."""
+        """As of `StackedOptimizer`, with zeros or Adagrad's start for members without state."""
         steps, state = [_steps_of(row) for row in owns], self.state.get(p, {})
         if not any(steps):
             return {}
@@ -266,7 +253,6 @@ class BatchedOptimizer(StackedOptimizer):
         return {name: value for name, value in new_entries.items() if name not in state}
 
     def _fresh(self, p: Tensor, name: str, like: Tensor, index: int) -> Tensor:
-        """Return a member's state before its first step."""
         # Adagrad's sum begins with an option's value, all other state with zeros.
         if name != "sum":
             return torch.zeros_like(like)
@@ -277,7 +263,6 @@ class BatchedOptimizer(StackedOptimizer):
         return float(self._members[index].param_groups[number].get(name, 0.0))
 
     def _runs_of(self, present: Sequence[tuple[Tensor, int]]) -> list[_ContiguousParameters]:
-        """Return the sets of parameters that take a step together."""
         kinds: dict[Hashable, list[tuple[Tensor, int]]] = {}
         for p, number in present:
             kinds.setdefault(self._kind(p, number), []).append((p, number))
@@ -289,7 +274,6 @@ class BatchedOptimizer(StackedOptimizer):
         ]
 
     def _kind(self, p: Tensor, number: int) -> Hashable:
-        """Return the properties shared by parameters that take a step together."""
         state = self.state[p]
         if not state:
             state["steps"] = [0] * len(self.active)
@@ -297,10 +281,7 @@ class BatchedOptimizer(StackedOptimizer):
         return (p.dtype, p.device, switches, tuple(state["steps"]), tuple(state.get("begun", ())), tuple(sorted(state)))
 
     def _state_of(self, run: _ContiguousParameters) -> dict[str, FlatTensor] | None:
-        """Return the state of a run's parameters.
-
-        None if step counts differ between the parameters, or the state does not lie in memory as the parameters do.
-        """
+        """Return the state of a run; None if step counts differ, or the state does not lie in memory as the parameters do."""
         states = [self.state[p] for p in run.parameters]
         first = states[0]
         for state in states:

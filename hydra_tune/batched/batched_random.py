@@ -10,10 +10,9 @@ draws nothing and gets zeros.
 Note: on a GPU. Operators such as dropout draw from the GPU's default generator and accept no other, and dropout has a
 kernel of its own (`torch.native_dropout`). While a member draws, the default generator is therefore set to
 the state of the member's stream (`TurnTakingGenerator`). Dropout masks are drawn by the dropout kernel, in separate
-memory for each member, so a member gets the same masks as in an unfused run, whatever the size of the group. Fused
-attention draws inside its kernels, and cuDNN's recurrent layers keep a separate generator in cuDNN. In both cases a
-group draws with torch's plain kernels from the members' own streams, and the numbers differ from the numbers of the
-fused kernels.
+memory for each member, so a member gets the same masks as in an unfused run. Fused attention draws inside its kernels,
+and cuDNN's recurrent layers keep a separate generator in cuDNN. In both cases a group draws with torch's plain kernels
+from the members' own streams, and the numbers differ from the numbers of the fused kernels.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +42,7 @@ class GroupGenerator(torch.Generator):
 
     Args:
         members: a generator for each member.
-        active: whether each member draws; resting members get zeros. By default all members draw.
+        active: whether each member draws; by default all members draw.
         probabilities: dropout probabilities by node name, where members have different probabilities.
     """
 
@@ -65,7 +64,7 @@ class GroupGenerator(torch.Generator):
         return generator
 
     def get_state(self) -> Tensor:
-        """Return the states of all members, a row for each."""
+        """Return the states, a row for each member."""
         return torch.stack([member.get_state() for member in self.members])
 
     def set_state(self, state: Tensor) -> "GroupGenerator":
@@ -88,9 +87,6 @@ class TurnTakingGenerator(GroupGenerator):
         states: state of every stream, in the format of the default generator.
         default: the GPU's default generator; no other thread may use the generator meanwhile.
         active, probabilities: as of `GroupGenerator`.
-
-    Attributes:
-        states: the present states.
     """
 
     states: list[Tensor]
@@ -168,7 +164,7 @@ class HoistedDraw:
         return numbers
 
     def _scaled(self, group: GroupGenerator, probabilities: Sequence[float], device: torch.device) -> Tensor:
-        """Draw masks scaled as dropout scales; like dropout, draw nothing for the probabilities 0 and 1."""
+        """Draw scaled masks; like dropout, draw nothing for the probabilities 0 and 1."""
         numbers = self.room(len(group.members), device)
         for row, generator, active, p in zip(numbers, group.members, group.active, probabilities, strict=True):
             if not active or p in (0.0, 1.0):
@@ -183,8 +179,7 @@ class HoistedDraw:
             keep_probability: float = self.arguments[0]
             row.copy_(dropout_mask(row, keep_probability)) if self.is_dropout else row.bernoulli_(keep_probability)
             return
-        # Dropout itself draws nothing for the probabilities 0 and 1. Drawing here would advance the member's stream past
-        # its state in an unfused run.
+        # As in `_scaled`: a draw would advance the member's stream past its state in an unfused run.
         p = group.probabilities[self.slot][index]
         if p in (0.0, 1.0):
             row.fill_(1.0 - p)
@@ -195,14 +190,11 @@ class HoistedDraw:
 
 
 def dropout_mask(like: Tensor, kept: float) -> Tensor:
-    """Draw a mask with torch's dropout kernel, for a tensor with the given layout and memory of its own.
+    """Draw a mask of zeros and ones with torch's dropout kernel.
 
     Args:
-        like: provides shape, dtype and strides; values are ignored.
+        like: gives shape, dtype and strides.
         kept: probability of keeping an element.
-
-    Returns:
-        Zeros and ones, shaped like `like`.
     """
     # Separate memory, because the kernel visits elements in an order that depends on the layout.
     whole = torch.ones_like(like)
@@ -210,14 +202,13 @@ def dropout_mask(like: Tensor, kept: float) -> Tensor:
 
 
 def draw_all(noise: Sequence[HoistedDraw], group: GroupGenerator, device: torch.device) -> list[Tensor]:
-    """Draw the numbers of all members, for every entry of `noise` in order."""
+    """Draw the numbers of every entry of `noise`, in order."""
     if isinstance(group, TurnTakingGenerator):
         return _in_turns(noise, group, device)
     return [draw.draw(group, device) for draw in noise]
 
 
 def _in_turns(noise: Sequence[HoistedDraw], group: TurnTakingGenerator, device: torch.device) -> list[Tensor]:
-    """Draw all numbers of each member in a single turn."""
     rooms = [draw.room(len(group.active), device).zero_() for draw in noise]
     for index, active in enumerate(group.active):
         if active:
@@ -231,7 +222,7 @@ def _in_turns(noise: Sequence[HoistedDraw], group: TurnTakingGenerator, device: 
 
 @dataclass(slots=True)
 class _DrawTape:
-    """Random draws of a run: recorded in the first run, supplied in later runs."""
+    """Draws recorded by `noting`, or the numbers that `given` supplies."""
 
     found: list[HoistedDraw]
     given: Iterator[Tensor] | None
@@ -277,9 +268,9 @@ def drawn(
 
     Args:
         target: the primitive; accepts a generator.
-        arguments: positional arguments; tensors have the members in front where `is_stacked` is true.
+        arguments: positional arguments.
         keywords: keyword arguments, except the generator.
-        is_stacked: for every entry of `arguments`, whether the entry is stacked.
+        is_stacked: for every entry of `arguments`, whether its tensors have the members in front.
         count: number of members.
         strides: strides of the first argument in an unfused run, without gaps, which decide the order of the draws; by
             default the present strides.
@@ -342,12 +333,7 @@ def masks(slot: str, like: Tensor, strides: Sequence[int] | None = None, *, is_d
 
 
 def for_each(run: Callable[[int], Any], count: int) -> list[Any]:
-    """Run a function that draws random numbers for each member; resting members get zeros.
-
-    Args:
-        run: the function; takes the member's index.
-        count: number of members.
-    """
+    """Run a function that draws random numbers, by the index of each member; resting members get zeros."""
     tape = _NOTED.get()
     if tape is not None:
         tape.is_hoistable = False
@@ -388,8 +374,8 @@ def _noted(
         return next(noted.given)
     like: Tensor = arguments[0]
     member_tensor = like[0] if is_stacked[0] else like
-    # Such numbers depend on values inside the graph, so they cannot
-    # be drawn before the graph runs, and the shard stays untraced.
+    # Such numbers may depend on values inside the graph, so the numbers
+    # cannot be drawn before the graph runs, and the shard stays untraced.
     if target not in _HOISTABLE:
         noted.is_hoistable = False
         noted.refused.append(str(target))
@@ -410,7 +396,6 @@ def _noise(
     *,
     is_dropout: bool = False,
 ) -> HoistedDraw:
-    """Return the draw for a tensor with the given layout, with gaps between elements removed."""
     # `empty_like` closes gaps but keeps the order of dimensions,
     # and the order decides which element gets which number.
     dense = torch.empty_like(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
@@ -427,5 +412,4 @@ def _overwrites_first(target: Any) -> bool:
 
 
 def _lying(value: Tensor, strides: Sequence[int]) -> Tensor:
-    """Return a copy with the given strides."""
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)

@@ -1,10 +1,10 @@
 """Treat stacked tensors that are contiguous in memory as a single tensor: few large operators replace many small ones.
 
-The parameters of a shard lie in a common buffer (`memory/block.py`). So do the tensors of its optimizer state, in the
-same order and with the same gaps. Contiguity is read off the addresses at every step, because blocks move. Operators
-compute on the gaps too, and values in the gaps mean nothing. `BatchedOptimizer` (`batched_optimizer.py`) forms such
-tensors when a group steps, and `update_kernels.py` computes on such tensors. `joint_graph.py` lays the gradients of a
-traced step out in the same way, and `planner/trace/optimizer_graph.py` traces updates of such tensors.
+The parameters of a shard lie in a common buffer (`memory/block.py`). The tensors of its optimizer state lie likewise.
+Contiguity is read off the addresses at every step, because blocks move. Operators compute on the gaps too, and values
+in the gaps mean nothing. `BatchedOptimizer` (`batched_optimizer.py`) forms such tensors when a group steps, and
+`update_kernels.py` computes on such tensors. `joint_graph.py` lays the gradients of a traced step out in the same way,
+and `planner/trace/optimizer_graph.py` traces updates of such tensors.
 
 Note: two allocations may be neighbours by chance, so a flat tensor must never reach beyond a single storage.
 """
@@ -105,12 +105,12 @@ class FlatLayout:
         ]
 
     def new(self, like: Tensor) -> FlatTensor:
-        """Return zeros in the layout."""
+        """Return zeros in the layout, on the device of `like`."""
         whole = like.new_zeros(self.size)
         return FlatTensor(whole, self.parts(whole))
 
     def room(self, like: Tensor) -> FlatTensor:
-        """Return uninitialized tensors in the layout; the gaps are zeros."""
+        """Return tensors in the layout to be overwritten; the gaps are zeros."""
         if like.device.type != "cpu":  # a GPU fills the whole faster than the host asks for each gap
             whole = like.new_zeros(self.size)
             return FlatTensor(whole, self.parts(whole))
@@ -159,11 +159,7 @@ class FlatLayout:
 
 
 def runs(tensors: Sequence[tuple[Tensor, Any]]) -> list[tuple[FlatLayout, list[tuple[Tensor, Any]]]]:
-    """Group tensors that lie contiguously; return the layout and tensors of each group.
-
-    Args:
-        tensors: dense tensors of the same dtype, each with arbitrary attached data.
-    """
+    """Group dense tensors of one dtype, each with any data, that lie contiguously; return layout and entries of each group."""
     groups: list[list[tuple[Tensor, Any]]] = []
     end, size = 0, 0
     for entry in sorted(tensors, key=lambda pair: pair[0].data_ptr()):

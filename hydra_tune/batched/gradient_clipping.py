@@ -16,14 +16,7 @@ _EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
 
 
 def norms_of(gradient: Tensor) -> Tensor:
-    """Return the norm of each member's part of a gradient, whatever the memory layout.
-
-    Args:
-        gradient: (members, ...).
-
-    Returns:
-        (members,), float64.
-    """
+    """Return the norm of each member's part of a gradient (members, ...): (members,), float64."""
     rows = gradient.flatten(1) if gradient.dim() > 1 else gradient.unsqueeze(1)
     # A contiguous copy fixes the order of the sum, so gradients of any layout have the same norm
     # to the last bit. Plain and planned steps, which lay gradients out differently, then agree.
@@ -47,10 +40,5 @@ def factors_of(norms: Sequence[Tensor], limits: Tensor) -> Tensor:
 
 
 def clip_(gradient: Tensor, factors: Tensor) -> None:
-    """Multiply each member's part of a gradient by its factor, in place.
-
-    Args:
-        gradient: (members, ...).
-        factors: (members,).
-    """
+    """Multiply each member's part of a gradient (members, ...) by its factor, in place."""
     gradient.mul_(factors.to(gradient).view(-1, *[1] * (gradient.dim() - 1)))

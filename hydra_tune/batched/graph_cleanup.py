@@ -1,7 +1,8 @@
 """Simplify traced graphs: remove identity nodes, and compute products in the wanted orientation and place.
 
-`joint_graph.py` applies these passes to each new trace, before the trace runs for the first time: `tidy` first, then
-`write_in_place` and `overwrite`, and `call_directly` last, because the other passes recognize operators by overload.
+`joint_graph.py` applies these passes to each new trace, before the trace runs for the first time: `tidy` first, and if the
+trace has a backward, then `write_in_place` and `overwrite`, and `call_directly` last, because the other passes recognize
+operators by overload.
 """
 
 import torch
@@ -41,7 +42,7 @@ _MATRICES = 3
 
 
 def tidy(module: fx.GraphModule) -> None:
-    """Remove identity nodes, and turn products whose transpose is wanted."""
+    """Remove identity nodes, turn products whose transpose is wanted, and join a sum with the squeeze behind the sum."""
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
@@ -96,11 +97,7 @@ def write_in_place(module: fx.GraphModule, first: int) -> tuple[int, ...]:
 
 
 def call_directly(module: fx.GraphModule) -> None:
-    """Replace a graph's operators by equivalent functions of `torch`, which skip the lookup of an overload.
-
-    Args:
-        module: the graph, tidied.
-    """
+    """Replace a graph's operators by equivalent functions of `torch`, which skip the lookup of an overload."""
     for node in module.graph.nodes:
         if node.op == "call_function":
             node.target = _DIRECT.get(node.target, node.target)
@@ -108,11 +105,7 @@ def call_directly(module: fx.GraphModule) -> None:
 
 
 def overwrite(module: fx.GraphModule) -> None:
-    """Let rectified products, and gradients of such, overwrite inputs that no other node reads.
-
-    Args:
-        module: the graph, tidied.
-    """
+    """Let rectified products, and gradients of such, overwrite products that no other node reads."""
     for node in module.graph.nodes:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or source.target not in (_PRODUCT, _BIASED) or len(source.users) > 1:
@@ -132,10 +125,7 @@ def _is_summed_up(node: fx.Node, dimension: object) -> bool:
 
 
 def _turn(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
-    """Replace the transpose of a product by the product of the transposes.
-
-    The result then lies in memory in the order in which it is read.
-    """
+    """Replace the transpose of a product by the product of the transposes, which lies in memory as the result is read."""
     if not _swaps_rows(node):
         return
     *bias, left, right = product.args
@@ -161,7 +151,6 @@ def _turn(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
 
 
 def _swaps_rows(node: fx.Node) -> bool:
-    """Return whether a node transposes each member's matrix."""
     # Counted from the end, -1 and -2 are the rows and columns behind the members only in a tensor of three dimensions.
     return set(node.args[1:]) == {1, 2} or (set(node.args[1:]) == {-1, -2} and _dimensions(node) == _MATRICES)
 

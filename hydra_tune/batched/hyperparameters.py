@@ -44,11 +44,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _steady(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return the options that no scheduler of torch changes.
-
-    A scheduler of the user's own may change any option. Plain steps read the present value, and a planned step refuses to
-    run with another value than the step was traced with (`UpdateTracer.rates`).
-    """
+    """Return the options that no scheduler of torch changes; a scheduler of the user's own may change any option."""
     # Cyclic schedulers move momentum or betas and leave these keys, so no option counts as steady then.
     if any(name in group for name in _OF_SCHEDULERS):
         return {}
@@ -56,11 +52,7 @@ def _steady(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 class MemberRates:
-    """The members' options of a parameter group, as numbers, or as tensors that broadcast over stacked tensors.
-
-    Args:
-        groups: each member's own parameter group.
-    """
+    """The members' options of a parameter group, given each member's own group."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._groups = list(groups)
@@ -122,7 +114,7 @@ class MemberRates:
         return self.made(name, lambda: [_option(group, name) for group in self._groups])
 
     def made(self, key: Hashable, make: Callable[[], Sequence[float]]) -> tuple[float, ...]:
-        """Return numbers, one for each member, computed once per key until `read` finds changed options or too many keys."""
+        """Return numbers, one for each member; `read` drops them where options have changed or keys are too many."""
         numbers = self._made.get(key)
         if numbers is None:
             numbers = self._made[key] = tuple(make())

@@ -1,12 +1,12 @@
 """Trace forward and backward of a stacked shard to a flat graph, free of autograd and `torch.vmap` at run time.
 
-In small models most of a step's time is overhead: dispatch through `torch.vmap`, and bookkeeping of autograd. The
-overhead is identical in every step, so tracing pays for it once, on fake tensors without memory, and keeps the
-resulting list of operators. Random numbers become arguments of the graph: tracing notes the draws of a shard, and the
-numbers are drawn before each run. `fusion/compile/batched_plan.py` traces when a group meets a kind of batch for the
-first time, and its `StackedPlanExecutor` and rounds (`fusion/group/multi_step_unit.py`) run the trace. With
-`fusion_compile`, `fusion/compile/torch_compile.py` compiles a trace, or `fusion/compile/cuda_graph_steps.py` records a
-trace as a CUDA graph. `planner/trace/step_graph.py` traces each step to be planned.
+In small models most of a step's time is overhead: dispatch through `torch.vmap`, and bookkeeping of autograd. Tracing
+pays for the overhead once, on fake tensors without memory. Random numbers become arguments of the graph: tracing notes
+the draws of a shard, and the numbers are drawn before each run. `fusion/compile/batched_plan.py` traces when a group
+meets a kind of batch for the first time, and its `StackedPlanExecutor` and rounds (`fusion/group/multi_step_unit.py`)
+run the trace. With `fusion_compile`, `fusion/compile/torch_compile.py` compiles a trace, or
+`fusion/compile/cuda_graph_steps.py` records a trace as a CUDA graph. `planner/trace/step_graph.py` traces each step to
+be planned.
 
 Note: a trace bakes in the number of members, the sizes of the batch, and the kind of device, but holds no tensor of a
 group. The caller holds the capture gate alone (`shard/capture/capture_lock.py`), because tracing changes state of the
@@ -49,7 +49,7 @@ class JointTrace:
         noise: the random numbers that the shard draws.
         is_scaled: whether the trace takes the members' loss scales, behind the random numbers.
         loss: name of the losses.
-        pure: module of the trace that allocates all gradients itself, and takes operands and noise alone.
+        pure: module of the trace that allocates all gradients itself, and takes no room for gradients.
         place: the device of the trace; the trace runs on every device of the same kind.
         forward: takes operands, noise and room for gradients; returns the losses and the gradients of `trained`.
         code: compiled form of `pure`, run instead of the module; None without a compiler.
@@ -131,7 +131,6 @@ class JointTrace:
 
 
 def _layouts(parameters: Sequence[Tensor]) -> _Layouts:
-    """Return the memory layouts of the parameters, separately for each dtype."""
     kinds: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
     for index, parameter in enumerate(parameters):
         kinds.setdefault(parameter.dtype, []).append((parameter, index))
@@ -152,13 +151,7 @@ class ForwardTrace:
 
 
 def traced_forward(run: Any, operands: ShardOperands, place: torch.device | None = None) -> ForwardTrace:
-    """Trace the forward of a shard that draws no random numbers.
-
-    Args:
-        run: the stacked shard.
-        operands: tensors of the sizes to trace for.
-        place: as of `traced`.
-    """
+    """Trace the forward of a stacked shard that draws no random numbers; arguments as of `traced`."""
     mode = FakeTensorMode()
     fakes = [_fake(mode, tensor.detach(), place) for tensor in operands.all]
     with torch.no_grad():
@@ -253,14 +246,7 @@ def _check_kernels(module: fx.GraphModule) -> None:
 def _simplified(
     module: fx.GraphModule, mode: FakeTensorMode, fakes: Sequence[Tensor], trained: Sequence[Tensor]
 ) -> JointTrace:
-    """Return a trace that lacks what only the shard knows.
-
-    Args:
-        module: as traced.
-        mode: mode of the fakes.
-        fakes: the arguments of the module.
-        trained: the operands with gradients.
-    """
+    """Return a trace that lacks what only the shard knows; `fakes` are the module's arguments."""
     tidy(module)
     # `compiled_trace` compiles the functional form, which allocates its own outputs.
     pure = fx.GraphModule(module, copy.deepcopy(module.graph))
@@ -276,7 +262,6 @@ def _simplified(
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> Tensor:
-    """Return a fake tensor with the geometry of another tensor."""
     if place is None or place == tensor.device:
         return mode.from_tensor(tensor)
     with mode:

@@ -82,7 +82,6 @@ class PerMemberOptimizer(StackedOptimizer):
         return {name: value for name, value in named_entries.items() if name not in self.state.get(p, {})}
 
     def _parts_of(self, member: Optimizer) -> list[tuple[Tensor, Tensor]]:
-        """Return a member's own parameters, each with the stacked parameter."""
         parameters = [p for group in member.param_groups for p in group["params"]]
         return list(zip(parameters, self._stacked, strict=True))
 

@@ -37,7 +37,7 @@ class StackedParameterUpdate:
         states: optimizer state of every parameter, with equal keys.
         found: tensors of the state, by key.
         rates: rates of every parameter.
-        switches: switches of the parameter groups.
+        switches: switches of the parameter groups, which are equal.
         active: whether each member takes the step.
     """
 
@@ -65,10 +65,9 @@ class StackedParameterUpdate:
         return tuple(self._states[0]["steps"])
 
     def numbers(self, key: Hashable, make: Callable[[MemberRates], Sequence[float]]) -> Numbers:
-        """Return rates that may change at every step, for `mul_`, `product_` and `add_`.
+        """Return rates that may change at every step, for `mul_`, `product_` and `add_` alone (note above).
 
-        In float32 and float64 these round equally for a common number and for separate numbers, so the form may change
-        from step to step. In 16 bits separate numbers are rounded first (`MemberRates.beside`).
+        In 16 bits separate numbers are rounded first (`MemberRates.beside`).
 
         Args:
             key: identifies the rates within the step.
@@ -108,7 +107,7 @@ class StackedParameterUpdate:
         self.p.whole.add_(self.gradient.whole)
 
     def has(self, name: str) -> bool:
-        """Return whether the optimizer state has an entry."""
+        """Return whether the state has an entry."""
         return name in self._states[0]
 
     def state(self, name: str, first: Callable[[], Numbers] = float) -> FlatTensor:
@@ -166,17 +165,13 @@ class StackedParameterUpdate:
             state["steps"] = list(steps)
 
     def _of_active(self, values: tuple[float, ...]) -> tuple[float, ...]:
-        """Replace the values of resting members by the value of an active member.
-
-        Unused values then cannot prevent the use of a common float.
-        """
+        """Replace the values of resting members, which must not prevent the use of a common float."""
         if self._everybody:
             return values
         active_value = values[self._active.index(True)]
         return tuple(value if active else active_value for value, active in zip(values, self._active, strict=True))
 
     def _beside(self, own: Sequence[tuple[float, ...]]) -> list[Tensor]:
-        """Return a tensor of numbers for each part, given the numbers of each parameter group."""
         values = dict(zip(self._distinct, own, strict=True))
         return [rates.beside(values[rates], part) for rates, part in zip(self._rates, self.p.parts, strict=True)]
 
@@ -186,7 +181,6 @@ class StackedParameterUpdate:
             self._before.append((flat, flat.whole.clone()))
 
     def _mask(self) -> Tensor:
-        """Return, for every element, whether its member takes the step."""
         whole = torch.zeros_like(self.p.whole, dtype=torch.bool)
         rows = torch.tensor(self._active, device=whole.device)
         for part in self._layout.parts(whole):
@@ -195,7 +189,6 @@ class StackedParameterUpdate:
 
 
 def _are_all_one(own: Sequence[tuple[float, ...]]) -> bool:
-    """Return whether all numbers are equal."""
     return all(values.count(own[0][0]) == len(values) for values in own)
 
 
@@ -251,7 +244,6 @@ def _sgd(run: StackedParameterUpdate) -> None:
 
 
 def _restore(idle: Sequence[tuple[Tensor, list[int], Tensor]]) -> None:
-    """Put back the copies of `StackedParameterUpdate.idle_momentum`."""
     for part, rows, before in idle:
         part[rows] = before
 
@@ -364,5 +356,5 @@ COUNTED = (Adam, AdamW, RMSprop, Adagrad)
 
 
 def update_of(optimizer: Optimizer) -> Callable[[StackedParameterUpdate], None]:
-    """Return the update function for optimizers like the given optimizer."""
+    """Return the update function of an optimizer's class."""
     return UPDATES[type(optimizer)]

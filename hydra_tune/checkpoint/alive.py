@@ -3,9 +3,8 @@
 The system releases a lock however a process ends, so an existing file without a lock has lost its owner. An owner that
 ends in order removes the file, unless work is left for another process to continue. A process forked from the owner
 keeps the lock, too, as long as the forked process lives. The module must not know the work, nor models, the pool or a
-tuner. `StudyResumer` (`integrations/hydra_tune_optuna/search/resume_study.py`) makes the file and looks for files of
-dead searches when a search with a `checkpoint_dir` begins, and closes the file when the search ends. `StudyResumer` claims
-trials inside `alone`, so that two searches never claim the same trial.
+tuner. `StudyResumer` (`integrations/hydra_tune_optuna/search/resume_study.py`) makes the file when a search with a
+`checkpoint_dir` begins, claims the trials of dead searches inside `alone`, and closes the file when the search ends.
 """
 
 import contextlib
@@ -20,10 +19,7 @@ from hydra_tune.checkpoint.lock import LOCK, try_lock
 
 
 class LivenessFile:
-    """A file as a sign of a living owner.
-
-    Args:
-        folder: folder for the files; created if missing.
+    """A file in a folder, made if missing, as a sign of a living owner.
 
     Attributes:
         name: name of the file, unique for all time.
@@ -83,11 +79,7 @@ def has_died(folder: Path, name: str) -> bool:
 
 
 def forget(folder: Path, name: str) -> None:
-    """Remove the file of an owner that has ended, once nothing of its work is left.
-
-    Raises:
-        FileError: the file cannot be removed.
-    """
+    """Remove the file of an owner that has ended, once nothing of its work is left."""
     remove_file(folder / name)
 
 

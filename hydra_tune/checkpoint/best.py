@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.1
 
 
 def weights_file(folder: Path, number: int) -> Path:
-    """Return the path of a trial's weights, if kept."""
+    """Return the path at which a trial's weights lie if kept."""
     return folder / f"trial-{number}.safetensors"
 
 
@@ -72,7 +72,7 @@ def kept_trials(folder: Path) -> dict[int, Values]:
 
 @dataclass(slots=True)
 class _QueuedWeights:
-    """Weights to be written."""
+    """Weights to write."""
 
     values: Values
     tensors: Mapping[str, Tensor]
@@ -104,8 +104,7 @@ class BestWeights:
     ) -> None:
         """Keep the weights of a completed trial if the trial is among the best.
 
-        The call does not wait for the writing, unless so many weights wait that memory would fill up; then the call waits
-        until some weights are written.
+        The call waits for the writing only where so many weights wait that memory would fill up.
 
         Args:
             number: number of the trial.

@@ -1,10 +1,8 @@
 """Large files written past the page cache: kept files are not read soon, and copying to the cache costs most CPU time.
 
-`save_tensors` (`tensors.py`) writes the header and all tensors through `written_directly`, whenever a checkpoint or weights
-are saved. Where the system or the file system refuses direct writes, the bytes go through the page cache. The module does
-not flush the file to the disk, and must not know models, the pool or a tuner.
-
-Note: a writer has no lock, and belongs to one thread.
+`save_tensors` (`tensors.py`) writes the header and all tensors through `written_directly`. Where the system or the file
+system refuses direct writes, the bytes go through the page cache. The module does not flush the file to the disk, and must
+not know models, the pool or a tuner. A writer has no lock, and belongs to one thread.
 """
 
 import contextlib
@@ -21,11 +19,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectWriter:
-    """Writes to an open, empty file through one aligned buffer.
-
-    Args:
-        file: file to write to; nothing else may write to the file meanwhile.
-    """
+    """Writes to an open, empty file, to which nothing else may write meanwhile, through one aligned buffer."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._descriptor = file.fileno()
@@ -36,11 +30,7 @@ class DirectWriter:
         self._is_direct = self._set_direct(wanted=True)
 
     def write(self, piece: bytes | memoryview) -> None:
-        """Append bytes.
-
-        Raises:
-            OSError: the system refuses.
-        """
+        """Append bytes."""
         remaining = memoryview(piece).cast("B")
         while remaining.nbytes:
             count = min(remaining.nbytes, _BUFFER_BYTES - self._filled)
@@ -51,11 +41,7 @@ class DirectWriter:
                 self._put(_BUFFER_BYTES)
 
     def finish(self) -> None:
-        """Write the rest; the file then has exactly the given bytes.
-
-        Raises:
-            OSError: the system refuses.
-        """
+        """Write the rest; the file then has exactly the given bytes."""
         size = self._offset + self._filled
         if self._filled:
             self._put(-(-self._filled // _ALIGNMENT) * _ALIGNMENT)
@@ -81,7 +67,7 @@ class DirectWriter:
         self._filled = 0
 
     def _set_direct(self, *, wanted: bool) -> bool:
-        """Switch direct writing on or off; return whether later writes bypass the page cache."""
+        """Return whether later writes bypass the page cache."""
         if not _DIRECT:
             return False
         with contextlib.suppress(OSError):

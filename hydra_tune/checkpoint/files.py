@@ -1,6 +1,6 @@
 """Files to keep: private to the user, and whole or absent whatever happens to the process or the machine.
 
-The modules of this package that keep files call these functions at each write or removal, and
+`best.py`, `folder.py`, `sweep_folder.py` and `tensors.py` keep their files with these functions, and
 `pool/checkpointing/writer.py` makes the `checkpoint_dir` with `make_private_folder` when an executor is made.
 
 Note: atomic writes. The content first goes to a file beside the target, with mode 0600 and a unique name. The file is
@@ -10,6 +10,7 @@ the file, on the same machine, once no process has the id of the writer.
 """
 
 import contextlib
+import errno
 import os
 import platform
 import re
@@ -55,9 +56,7 @@ def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
             if overwrite:
                 temporary.replace(path)
             else:
-                # Unlike a rename, a link refuses a name that is taken.
-                os.link(temporary, path)
-                temporary.unlink()
+                _link(temporary, path)
         except BaseException:
             # The first error is the one to report.
             with contextlib.suppress(OSError):
@@ -69,21 +68,33 @@ def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
         raise file_error("write", path, error) from error
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file whole; see `replacing`.
+def _link(temporary: Path, path: Path) -> None:
+    """Give a file its name, unless the name is taken."""
+    try:
+        # Unlike a rename, a link refuses a name that is taken.
+        os.link(temporary, path)
+    except OSError as error:
+        # Some file systems, such as FAT and network mounts, have no hard links.
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        temporary.replace(path)
+    else:
+        temporary.unlink()
 
-    Raises:
-        FileError: the system refuses; the content of `path` is unchanged.
-    """
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file whole, as `replacing`."""
     with replacing(path) as file:
         file.write(content)
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file, if it exists.
+    """Remove a file, if the file exists.
 
     Raises:
-        FileError: the system refuses.
+        FileError: the system refuses, or there is no such folder.
     """
     try:
         path.unlink(missing_ok=True)
@@ -121,13 +132,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def file_error(what: str, path: Path, error: OSError) -> FileError:
-    """Return the project's error for a system error.
-
-    Args:
-        what: the failed action, as in "cannot WHAT 'path'".
-        path: path of the file.
-        error: the system's error.
-    """
+    """Return the project's error for a system error: "cannot WHAT 'path': ..."."""
     return FileError(
         f"cannot {what} {str(path)!r}: [Errno {error.errno}] {error.strerror or error}; free disk space, make the "
         f"path writable for this user, or give another path",

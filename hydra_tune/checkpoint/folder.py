@@ -10,8 +10,8 @@ folders, and `isolation/child.py` and `isolation/parent.py` ask for `generations
 Note: generations. A generation is three files: `00000007.safetensors`, `00000007.json`, and `00000007.manifest`. The
 manifest has the sizes and SHA-256 of the contents of the other two files, and is written last. Without a manifest a
 generation does not exist; the next opener of the folder removes the other files of a killed process. `write` removes an
-old generation only once the new generation is complete, so a last generation that turns out to be damaged has a
-predecessor while the trial runs. The module must not know models, the pool or a tuner, and must pickle nothing.
+old generation only once the new generation is complete, so every last generation but the first has a predecessor while
+the trial runs. The module must not know models, the pool or a tuner, and must pickle nothing.
 """
 
 import contextlib
@@ -44,10 +44,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class CheckpointFolder(LockedFolder):
-    """The folder of one trial; a lock keeps other openers out while the folder is open.
-
-    Args:
-        path: path of the folder; created if missing.
+    """The folder of one trial, created if missing; a lock keeps other openers out while the folder is open.
 
     Raises:
         CheckpointError: another process, or another trial of this process, has the folder open; or the path is a link,
@@ -115,10 +112,7 @@ class CheckpointFolder(LockedFolder):
             self._remove(number)
 
     def go_back_to(self, manifest: Path) -> None:
-        """Remove all generations after the generation from which the trial resumes: they are damaged or unwanted.
-
-        Args:
-            manifest: manifest of the generation from which the trial resumes, in this folder.
+        """Remove all generations after the generation of this manifest, from which the trial resumes.
 
         Raises:
             FileError: the system refuses.
@@ -157,7 +151,7 @@ class CheckpointFolder(LockedFolder):
 
 
 def generations(folder: Path) -> list[int]:
-    """Return the numbers of the generations in a folder, the newest first.
+    """Return the numbers of the generations in a folder, the newest first; none if the folder is missing.
 
     Raises:
         FileError: the folder cannot be read.
@@ -172,13 +166,9 @@ def generations(folder: Path) -> list[int]:
 
 
 def load_checkpoint(path: Path) -> CheckpointContent:
-    """Read the last good checkpoint.
+    """Read the last good checkpoint of a trial's folder, or the generation of a manifest.
 
-    Args:
-        path: a trial's folder, or the manifest of one generation.
-
-    Returns:
-        The saved state. If the last generation of a folder is damaged, the generation before, with a warning.
+    If the last generation of a folder cannot be used, the generation before is read, with a warning.
 
     Raises:
         CheckpointError: there is no checkpoint, or no complete checkpoint.
@@ -195,7 +185,6 @@ def load_checkpoint(path: Path) -> CheckpointContent:
     for number in generations(path):
         try:
             content = _load(path, number)
-        # A damaged generation has a predecessor, which is tried next.
         except (CheckpointError, FileError) as error:
             refused.append(str(error))
             continue
@@ -214,7 +203,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     # Sorted, so that the checksum does not depend on the order of a dict.
     for name in sorted(tensors):
-        tensor = tensors[name].detach()
+        tensor = tensors[name].detach().resolve_conj().resolve_neg()
         kind = f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode()
         digest.update(struct.pack("<Q", len(kind)) + kind)
         flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)

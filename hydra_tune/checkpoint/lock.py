@@ -63,7 +63,7 @@ def is_locked(folder: Path | int) -> bool:
         folder: path of the folder, or its descriptor.
 
     Raises:
-        OSError: the lock file exists and cannot be opened.
+        OSError: the lock file exists and cannot be opened, or the file system has no locks.
     """
     try:
         descriptor = _opened(folder, os.O_RDWR)

@@ -20,7 +20,7 @@ class CheckpointContent:
         facts: all parts of the state other than tensors, encoded by `encode` as JSON values.
         tensors: the tensors named by the facts, on the host.
         labels: values that the trial's submitter stores with the checkpoint.
-        path: manifest of the checkpoint; None: never written.
+        path: manifest from which the content was read; None: the content was made in memory.
     """
 
     facts: Mapping[str, Any]

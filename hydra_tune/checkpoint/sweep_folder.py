@@ -1,10 +1,8 @@
 """A sweep's own folder beside its trials' checkpoints: locked by one process at a time, with the sweep's notes.
 
-The folder holds `lock`, `sweep.json` with the folder's identity, and a JSON file for each note. The lock is the
-system's: the lock of a dead process is free, and nothing needs tidying up. A process forked from the holder holds the lock
-as well (`lock.py`). The module knows nothing of the notes' contents. `run_sweep` (`cli/run/sweep_run.py`) holds the folder
-of a sweep with a `checkpoint_dir` from before the pool opens until the pool has been shut down; the report and the
-timeline come later. The Optuna tuner notes the position of the sampler
+The folder holds `lock` (`lock.py`), `sweep.json` with the folder's identity, and a JSON file for each note. `run_sweep`
+(`cli/run/sweep_run.py`) holds the folder of a sweep with a `checkpoint_dir` from before the pool opens until the pool has
+been shut down. The Optuna tuner notes the position of the sampler
 (`integrations/hydra_tune_optuna/search/resume_sweep.py`) and earlier failures (`integrations/hydra_tune_optuna/sweep.py`).
 `cli/dry_run/checking.py` asks whether a sweep is being run (`check_free`), and `cli/inspect/run_scan.py` finds sweeps by
 `sweep_path`. The module must not know models, the pool or a tuner.
@@ -57,11 +55,7 @@ def _held(path: Path, study: str) -> CheckpointError:
 
 
 class SweepFolder(LockedFolder):
-    """The folder of one sweep, locked against other processes.
-
-    Args:
-        checkpoint_dir: existing folder of the trials' checkpoints.
-        study: name of the study.
+    """The folder of one sweep, in the existing folder of the trials' checkpoints, locked against other processes.
 
     Attributes:
         path: path of the folder.
@@ -92,11 +86,7 @@ class SweepFolder(LockedFolder):
             raise
 
     def note(self, name: str, content: dict[str, Any]) -> None:
-        """Store a note, whole or not at all, in place of an earlier note of the same name.
-
-        Args:
-            name: name of letters.
-            content: JSON values.
+        """Store JSON values as a note, whole or not at all, in place of an earlier note of the same name.
 
         Raises:
             FileError: the note cannot be written.

@@ -4,12 +4,12 @@ Any reader of safetensors reads the files; reading never runs code. This module 
 library holds the whole file in memory or writes under a name of its own, without flushing, and loses errno. The library
 does the reading, because the library validates its input. The module knows no models and no trials. `folder.py` saves
 and loads checkpoints through this module, `best.py` saves weights during a search, and `Result.save` (`train/trained.py`),
-`load_module` (`train/checkpoint/weights.py`) and `hydra-tune best` (`cli/run/export.py`) save or load weights when a user
-calls them.
+`load_module` (`train/checkpoint/weights.py`), `hydra-tune best` and `hydra-tune export` (`cli/run/export.py`) save or load
+weights.
 
-Note: stored data. Tensors with overlapping memory form a group, stored once: as the member that covers the whole memory
-without gaps, else as a flat stretch under a separate name. Every other member, and a member with strides other than a
-contiguous tensor's, is a *view*: shape, strides and offset in the stored tensor. Views are in the metadata under
+Note: stored data. Tensors whose ranges of memory overlap form a group, stored once: as the member that covers the whole
+range without gaps, else as a flat stretch under a separate name. Every other member, and a member with strides other than
+a contiguous tensor's, is a *view*: shape, strides and offset in the stored tensor. Views are in the metadata under
 `hydra_tune`, with a checksum of everything in the file.
 """
 
@@ -89,8 +89,8 @@ def save_tensors(
         overwrite: whether an existing file is replaced.
 
     Raises:
-        FileError: the file cannot be written, or the format does not support a tensor's kind; the content of `path` is
-            unchanged.
+        FileError: the file cannot be written (as of `replacing`), or the format does not support a tensor's kind, or tensors
+            of several dtypes share memory.
     """
     # Conjugation and negation are lazy flags of a tensor that raw bytes would lose.
     plain_tensors = {
@@ -115,9 +115,6 @@ def save_tensors(
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a file from `save_tensors`, or any other safetensors file.
-
-    Args:
-        path: path of the file.
 
     Returns:
         The tensors on the host, with memory shared as when saved and otherwise separate, and the metadata.
@@ -207,15 +204,12 @@ def _layout(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
 
 
 def _in_file_order(stored: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Order tensors by element size, wide elements first.
-
-    Each tensor then starts at a multiple of its element size, as readers that map files require.
-    """
+    """Order tensors so that each starts at a multiple of its element size, as readers that map files require."""
     return sorted(stored.items(), key=lambda item: (-item[1].element_size(), item[0]))
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[_TensorStorageSpan]]:
-    """Yield groups of tensors that overlap, directly or through others; each list in memory order."""
+    """Yield groups of tensors whose ranges overlap, directly or through others; each list in memory order."""
     by_storage: dict[object, list[_TensorStorageSpan]] = {}
     for name, tensor in tensors.items():
         start = tensor.storage_offset()
@@ -265,7 +259,7 @@ def _is_gapless(tensor: Tensor) -> bool:
 
 
 def _checksum(stored: Mapping[str, Tensor], metadata: Mapping[str, str], views: Mapping[str, Any]) -> int:
-    """Return a checksum of everything in a file: a flipped bit in a name or a text is detected as well."""
+    """Return a checksum of everything in a file, names and texts included."""
     in_order = _in_file_order(stored)
     kinds = [(name, _NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in in_order]
     checksum = zlib.crc32(json.dumps([kinds, metadata, views], sort_keys=True).encode())
@@ -323,7 +317,6 @@ def _restored(
 
 
 def _in_place(tensor: Tensor, own_view: _StoredTensorView | None) -> Tensor:
-    """Return the stored values in the tensor's original memory layout."""
     if own_view is None:
         return tensor
     return torch.empty_strided(own_view.shape, own_view.strides, dtype=tensor.dtype).copy_(tensor)

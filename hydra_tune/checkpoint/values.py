@@ -1,7 +1,7 @@
 """Python values as JSON and tensors, and back: the same types and the same bits, or refused by name. Nothing is unpickled.
 
 Values without a JSON form become an object with the key `$` for their type: a tuple, a set, a non-finite float, a
-tensor by name, and so on. A dict with a key `$`, or with keys other than texts, becomes a list of pairs.
+tensor by name, and so on. A dict with a key `$`, or with keys other than texts, becomes such an object of pairs.
 `train/checkpoint/trial_checkpoint.py` encodes the state of a trial at each snapshot, and decodes the state when the
 trial resumes; `train/checkpoint/attribute_diff.py` encodes attributes to tell whether attributes have changed, and
 `train/checkpoint/compatibility.py` copies values by encoding and decoding. A later release must decode each form written

@@ -36,9 +36,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 class AwaitedCopyThread:
     """A thread that allocates a device's host memory and, of a GPU, makes awaited copies; all requests run in order.
 
-    Args:
-        name: name of the device, for the thread's name.
-        setup: function to run once on the thread, e.g. to choose the CUDA device.
+    `setup` runs once on the thread, e.g. to choose the CUDA device.
     """
 
     def __init__(self, name: str, setup: Callable[[], None] | None = None) -> None:
@@ -65,10 +63,7 @@ class AwaitedCopyThread:
 
 
 class BackgroundCopy:
-    """A background copy.
-
-    Args:
-        pairs: sources and targets; held until the end of the copy.
+    """A background copy, which holds its tensors until its end.
 
     Attributes:
         began_ns, ended_ns: begin and end of the copy, by the clock of `time.perf_counter_ns`; 0 before.
@@ -126,12 +121,7 @@ class BackgroundCopy:
 
 
 class BackgroundCopyThread:
-    """A thread for copies that nobody waits for, except a caller in need of a particular copy.
-
-    Args:
-        name: name of the device, for the thread's name.
-        setup: function to run once on the thread.
-    """
+    """A thread for copies that nobody waits for, except a caller in need of a particular copy."""
 
     def __init__(self, name: str, setup: Callable[[], None] | None = None) -> None:
         self._pool = SingleThreadExecutor(f"hydra-ahead-{name}", partial(_start, setup))
@@ -148,11 +138,7 @@ class BackgroundCopyThread:
 
 
 class HostComputeThread:
-    """A thread that computes on the host beside its device; started at the first request.
-
-    Args:
-        name: name of the device, for the thread's name.
-    """
+    """A thread that computes on the host beside its device."""
 
     def __init__(self, name: str) -> None:
         self._pool = SingleThreadExecutor(f"hydra-host-{name}", partial(_start, None))
@@ -167,11 +153,7 @@ class HostComputeThread:
 
 
 class SimulatedLink:
-    """A simulated link of limited bandwidth for one copy at a time; awaited copies go first.
-
-    Args:
-        bytes_per_second: bandwidth in bytes per second.
-    """
+    """A simulated link of limited bandwidth for one copy at a time; awaited copies go first."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._bytes_per_second = bytes_per_second
@@ -206,14 +188,10 @@ def _start(setup: Callable[[], None] | None) -> None:
 
 
 def sent(tensor: Tensor, place: torch.device) -> Tensor:
-    """Return a host tensor on the computing device, for later work on the device; the host does not wait.
+    """Return a tensor on the computing device, for later work on the device; the host does not wait.
 
     A GPU copies only pinned memory asynchronously, in order with its queued work. Torch's allocator for pinned memory
     tracks the copy and does not reuse the memory before the copy has finished.
-
-    Args:
-        tensor: a tensor, possibly on the device already.
-        place: the device.
     """
     if place.type == "cpu" or tensor.device == place:
         return tensor

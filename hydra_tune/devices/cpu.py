@@ -1,14 +1,13 @@
 """`CpuDevice`: a virtual accelerator on the CPU, with its own memory budget and with real copies.
 
-Nearly all code above the devices is the same as on a GPU, so the whole system runs, and is tested, without a GPU; a few
-modules, such as `fusion/runtime/planned_executor.py`, ask for the simulated link of a `CpuDevice`.
+`fusion/runtime/planned_executor.py` and others ask for the simulated link of a `CpuDevice`.
 `devices/hardware/discovery.py` opens CPU devices when a pool starts; `train/timing/step_timing.py` and
 `shard/cost/eager_pilot.py` open further devices for the length of a measurement. `WeightlessDevice` (`weightless.py`) draws
 from the same `DefaultCpuGenerator`. The module must not know blocks, models or trials.
 
-Note: links. A device with a limited link has a single link for all copies. A copy from another device occupies the
-source's outgoing link and the target's incoming link at the same time, for as long as the slower link needs. Every
-thread takes links in the same order, so two devices that copy from each other cannot deadlock.
+Note: links. A device with a limited link has a single link for all copies. A copy from another device occupies the links
+of both devices at the same time, for as long as the slower link needs. Every thread takes links in the same order, so two
+devices that copy from each other cannot deadlock.
 
 Note: copying threads. The waiting thread itself makes an awaited copy: waking another thread, and being woken by a
 thread on another core with cold caches, costs a small model a fifth of its step. No torch dispatch mode sees such a
@@ -50,12 +49,12 @@ class DefaultCpuGenerator(MersennePositions):
     """Generator of operators on CPU devices: the calling thread's own generator, or torch's default generator."""
 
     def get_state(self) -> Tensor:
-        """Return the state as a host tensor."""
+        """As of `RandomGenerator`."""
         thread_generator = own_generator()
         return torch.get_rng_state() if thread_generator is None else thread_generator.get_state()
 
     def set_state(self, state: Tensor) -> None:
-        """Set the state."""
+        """As of `RandomGenerator`."""
         thread_generator = own_generator()
         if thread_generator is None:
             torch.set_rng_state(state)
@@ -110,35 +109,35 @@ class CpuDevice:
         yield
 
     def empty(self, nbytes: int) -> Tensor:
-        """Allocate uninitialised device memory, uint8."""
+        """As of `Device`."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def host_empty(self, nbytes: int) -> Tensor:
-        """Allocate uninitialised host memory, uint8."""
+        """As of `Device`."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def on_host(self, function: Callable[[], T]) -> T:
-        """Run a function on the copy thread and wait for the result."""
+        """As of `Device`."""
         return self._copies.run(function)
 
     def start_on_host(self, function: Callable[[], None]) -> Future[None]:
-        """Run a function on the device's thread for host computing, after all earlier functions, with one intra-op thread."""
+        """As of `Device`, with one intra-op thread."""
         return self._beside.start(function)
 
     def load(self, pairs: Pairs) -> None:
-        """Copy host to device."""
+        """As of `Device`."""
         self._send(pairs, is_waited_for=True)
 
     def spill(self, pairs: Pairs) -> None:
-        """Copy device to host."""
+        """As of `Device`."""
         self._send(pairs, is_waited_for=True)
 
     def start_load(self, pairs: Pairs) -> BackgroundCopy:
-        """Copy host to device in the background."""
+        """As of `Device`."""
         return self._ahead.start(pairs, lambda handed_pairs: self._send(handed_pairs, is_waited_for=False))
 
     def start_spill(self, pairs: Pairs) -> BackgroundCopy:
-        """Copy device to host in the background."""
+        """As of `Device`."""
         return self._ahead.start(pairs, lambda handed_pairs: self._send(handed_pairs, is_waited_for=False))
 
     def reach(self, source: Device) -> DeviceCopyRoute:
@@ -150,7 +149,7 @@ class CpuDevice:
         self._take(source, pairs, is_waited_for=True)
 
     def start_take_over(self, source: Device, pairs: Pairs) -> BackgroundCopy:
-        """Copy from another CPU device's memory in the background."""
+        """As of `Device`."""
         # The copy hands its pairs over: a closure over `pairs` would keep the tensors alive beyond the copy's end.
         return self._ahead.start(pairs, lambda handed_pairs: self._take(source, handed_pairs, is_waited_for=False))
 
@@ -158,7 +157,7 @@ class CpuDevice:
         """Do nothing: a CPU operator is complete when the operator returns."""
 
     def stopwatch(self) -> WallStopwatch:
-        """Return a stopwatch on the host's clock."""
+        """As of `Device`, on the host's clock."""
         return WallStopwatch()
 
     def unit_memory(self) -> None:
@@ -179,7 +178,7 @@ class CpuDevice:
 
     def _take(self, source: Device, pairs: Pairs, *, is_waited_for: bool) -> None:
         assert isinstance(source, CpuDevice), "not in reach"
-        # Sorted by id, the same order on every thread: two devices that copy from each other cannot deadlock.
+        # Sorted by id, the same order on every thread (note above).
         links = sorted({link for link in (source.link, self.link) if link is not None}, key=id)
         _over(links, pairs, is_waited_for=is_waited_for)
 

@@ -4,23 +4,21 @@
 `cuda_graphs.py` and `planner/profile/profiling_interpreter.py` record or run graphs in the turn of a `CudaGenerator`.
 The module must not know blocks, models or trials: a device copies tensors and runs functions.
 
-Note: stream order. The worker thread computes on a compute stream. Loads run on a second stream and spills on a third,
-so both overlap with compute. Only events order the streams; no copy waits for the whole GPU. Recordings of CUDA graphs
-and the opening of a device do wait. At the request for a copy, an event is recorded on the compute stream. The copy
-thread first makes the copy's stream wait for this event. A load needs the wait because the caching allocator may hand
+Note: stream order. The worker thread computes on a compute stream. Loads run on a second stream and spills on a third.
+Only events order the streams; no copy waits for the whole GPU. At the request for a copy, an event is recorded on the
+compute stream, and the copy's stream waits for this event. A load needs the wait because the caching allocator may hand
 out memory with a reader still queued on the compute stream; a spill needs the wait because queued work may still write
-the source. The copy does not wait for work that the worker starts later, and overlaps with that work. After the copy,
-the copy thread records an event on the copy's stream and waits for the event on the host. A copy is therefore over only
-when its bytes have arrived, and later work needs no ordering against the copy's stream.
-`benchmarks/stream_deletions.py` deletes these waits one at a time, and reports which deletions a test would miss.
+the source. The copy overlaps with work that the worker starts later. After the copy, the copy thread records an event on
+the copy's stream and waits for the event on the host. A copy is therefore over only when its bytes have arrived, and
+later work needs no ordering against the copy's stream. `benchmarks/stream_deletions.py` deletes these waits one at a
+time, and reports which deletions a test would miss.
 
 Note: lifetimes. The worker thread allocates device memory while the compute stream is current, except for recordings of
 CUDA graphs, which allocate on a stream of their own. So the memory belongs to the compute stream, and the allocator may
 give the memory to that stream's next work as soon as the last reference is gone. The allocator does not know that the
 copy streams use the memory, too. Therefore a copy holds references to its tensors until its end (`BackgroundCopy`), and
-the pager frees a block in transit only after the copy has ended or was cancelled before its begin. `record_stream` is
-unnecessary, and undesirable: with `record_stream`, the time at which memory comes back is unpredictable. Host memory is
-pinned, and references protect host memory in the same way.
+the pager frees a block in transit only after the copy has ended or was cancelled before its begin. With `record_stream`,
+the time at which memory comes back would be unpredictable. References protect pinned host memory in the same way.
 
 Note: from GPU to GPU. GPUs that can access each other's memory copy a takeover directly, over NVLink or PCIe. Torch
 makes such a copy on the current stream of the source's GPU, with barriers before and after against the current stream
@@ -28,9 +26,8 @@ of the target's GPU. The current streams are the source's outward stream and the
 the copy with everything that leaves the source and reaches the target. Before the copy, both streams wait for both
 devices' compute streams, because queued work may still write the source or read the target's memory. A copy thread of
 the target waits for the copy on the host, so neither source nor target is released before the copy's end. Between
-devices on the same GPU, the copy stays within the GPU's memory and runs on the target's inward stream alone. A
-background takeover is ordered in the same way, and is requested before the source's device has more to compute on the
-block; a unit that needs the block on the source's device waits for the copy first.
+devices on the same GPU, the copy runs on the target's inward stream alone. A background takeover is ordered in the same
+way; a unit that needs the block on the source's device waits for the copy first.
 
 Note: several devices on a GPU. The devices share the caching allocator, whose cap is the sum of their budgets; each
 device's memory belongs to its own compute stream. The devices also share the GPU's default generator: a thread that
@@ -78,11 +75,11 @@ class CudaGenerator(PhiloxPositions):
         self._turn = _TURNS.setdefault(device.index, threading.RLock())
 
     def get_state(self) -> Tensor:
-        """Return the state as a host tensor."""
+        """As of `RandomGenerator`."""
         return torch.cuda.get_rng_state(self._device)
 
     def set_state(self, state: Tensor) -> None:
-        """Set the state."""
+        """As of `RandomGenerator`."""
         torch.cuda.set_rng_state(state, self._device)
 
     def in_turn(self) -> AbstractContextManager[object]:
@@ -142,40 +139,40 @@ class CudaDevice:
             self._compute.synchronize()
 
     def empty(self, nbytes: int) -> Tensor:
-        """Allocate uninitialised device memory, uint8."""
+        """As of `Device`."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def host_empty(self, nbytes: int) -> Tensor:
-        """Allocate uninitialised pinned memory, uint8: a GPU copies asynchronously only to and from pinned memory."""
+        """As of `Device`, pinned: a GPU copies asynchronously only to and from pinned memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def on_host(self, function: Callable[[], T]) -> T:
-        """Run a function on the thread of awaited copies, and wait for the result."""
+        """As of `Device`."""
         return self._copies.run(function)
 
     def start_on_host(self, function: Callable[[], None]) -> Future[None]:
-        """Run a function on the device's thread for computations on the host, after all earlier functions."""
+        """As of `Device`."""
         return self._beside.start(function)
 
     def load(self, pairs: Pairs) -> None:
-        """Copy host to device, and wait for the copy."""
+        """As of `Device`."""
         ready = self.computed()
         self._copies.run(lambda: _copy(pairs, self._inward, ready))
 
     def spill(self, pairs: Pairs) -> None:
-        """Copy device to host, and wait for the copy."""
+        """As of `Device`."""
         ready = self.computed()
         self._copies.run(lambda: _copy(pairs, self.outward, ready))
 
     def start_load(self, pairs: Pairs) -> BackgroundCopy:
-        """Copy host to device in the background."""
+        """As of `Device`."""
         # The event is recorded now and not by the copy thread: the copy must not wait for work requested later. The
         # copy hands its pairs over, because a closure over `pairs` would keep the tensors alive beyond the copy's end.
         ready = self.computed()
         return self._loads.start(pairs, lambda handed_pairs: _copy(handed_pairs, self._inward, ready))
 
     def start_spill(self, pairs: Pairs) -> BackgroundCopy:
-        """Copy device to host in the background."""
+        """As of `Device`."""
         ready = self.computed()
         return self._spills.start(pairs, lambda handed_pairs: _copy(handed_pairs, self.outward, ready))
 
@@ -189,12 +186,12 @@ class CudaDevice:
         return DeviceCopyRoute.NEAR if is_near else DeviceCopyRoute.NONE
 
     def take_over(self, source: Device, pairs: Pairs) -> None:
-        """Copy from another device's memory, GPU to GPU, and wait for the copy."""
+        """As of `Device`, GPU to GPU."""
         copy = self._copy_from(source)
         self._copies.run(lambda: copy(pairs))
 
     def start_take_over(self, source: Device, pairs: Pairs) -> BackgroundCopy:
-        """Copy from another device's memory in the background."""
+        """As of `Device`."""
         return self._loads.start(pairs, self._copy_from(source))
 
     def synchronize(self) -> None:
@@ -206,10 +203,7 @@ class CudaDevice:
         return CudaStopwatch(self.torch_device)
 
     def unit_memory(self) -> CudaUnitMemory | None:
-        """Start measuring by the allocator's statistics.
-
-        Return None where several devices share the GPU, and so the statistics.
-        """
+        """As of `Device`, by the allocator's statistics; None where several devices share the GPU, and so the statistics."""
         if not is_alone(self.torch_device.index):
             return None
         self._libraries.begin()
@@ -258,21 +252,14 @@ class CudaDevice:
 
 
 def cuda_name(index: int, part: int | None) -> str:
-    """Return the name of a device."""
+    """Return a device's name."""
     return f"cuda:{index}" if part is None else f"cuda:{index}/{part}"
 
 
 def _copy(
     pairs: Pairs, stream: torch.cuda.Stream, *ready: torch.cuda.Event, beside: Sequence[torch.cuda.Stream] = ()
 ) -> None:
-    """Copy on a stream, after the given events, and wait for the end.
-
-    Args:
-        pairs: sources and targets.
-        stream: the stream of the copy.
-        ready: events that the copy waits for.
-        beside: streams to make current on other GPUs meanwhile.
-    """
+    """Copy on a stream, after the given events, and wait for the end; `beside` are current on other GPUs meanwhile."""
     # Blocking: the waiting copy thread sleeps instead of spinning on a core that the trials' own code needs.
     copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     with ExitStack() as current:

@@ -8,9 +8,8 @@ Note: stream order. Before the recording, the work runs twice on a stream used f
 these runs, libraries choose their kernels and allocate the workspaces that they keep for the stream; the graph uses the
 same workspaces. The recording stream waits for all work requested on the current stream, and the current stream then waits
 for the recording stream. The recording stream is a high-priority stream, because torch reuses its few streams: an ordinary
-stream might be the same as a copy stream, and a copy requested during the recording would become part of the graph. (The
-graph's kernels keep the high priority.) A replay runs on the current stream, in order with the work before and after.
-`CudaRecording.drop` waits for that stream, since a replay may still be queued.
+stream might be the same as a copy stream, and a copy requested during the recording would become part of the graph. A
+replay runs on the current stream, in order with the work before and after.
 
 Note: restrictions during a recording. The recording thread must not wait for the GPU, read values from the GPU, copy
 from or to unpinned memory, or draw from a generator unknown to the graph. CUDA raises an error in these cases, and the
@@ -27,8 +26,7 @@ never given back, and no thread can draw from the default generator. Therefore t
 and a failure is followed by the repair of each of these states. The generator needs another, empty recording, because
 only a successful recording tells the generator that none is under way.
 
-Note: memory. Allocations during a recording lie in a pool of the graph's own. The allocator gives no memory of this
-pool to others until the graph is dropped.
+Note: memory. Allocations during a recording lie in a pool of the graph's own until the graph is dropped.
 """
 
 import threading
@@ -50,11 +48,9 @@ _FAILED: list[torch.cuda.CUDAGraph] = []  # kept alive: allocator and generator 
 
 
 class CudaRecording:
-    """A recorded step of a group, which `fusion/compile/cuda_graph_steps.py` replays.
+    """A recorded graph.
 
-    Args:
-        graph: the recorded graph.
-        stream: the stream of the replays.
+    Attributes:
         outputs: tensors that the graph writes.
         nbytes: size of the graph's memory pool in bytes.
     """
@@ -87,8 +83,7 @@ class CudaRecorder:
     def record(self, run: Callable[[], Sequence[Tensor]]) -> CudaRecording:
         """Record the GPU work of a function, which is called three times; the third call is recorded, not executed.
 
-        Args:
-            run: the function; returns the tensors that it writes.
+        The function returns the tensors that the work writes.
 
         Raises:
             Exception: the work cannot be recorded; everything else continues as before.
@@ -125,7 +120,6 @@ def _stream(index: int) -> torch.cuda.Stream:
 def _captured(
     graph: torch.cuda.CUDAGraph, index: int, stream: torch.cuda.Stream, run: Callable[[], Sequence[Tensor]]
 ) -> Sequence[Tensor]:
-    """Record the work of a function on a stream."""
     # An explicit pool, so that `_abandon` can name the pool to the allocator.
     pool = torch.cuda.graph_pool_handle()
     with torch.cuda.stream(stream):

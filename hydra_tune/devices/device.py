@@ -12,9 +12,8 @@ thread allocates during a unit is device memory, and counts against the device's
 targets of background copies before its unit computes.
 
 Note: copies between devices. Bytes on one device that another device needs can be copied in a single step
-(`take_over`), where both devices support such a copy; `reach` tells whether they do, and how fast the copy is. A direct
-copy occupies the links of both devices for the duration of a single copy, whereas the way over the host occupies each
-link in turn.
+(`take_over`), where `reach` says so. A direct copy occupies the links of both devices for the duration of a single copy,
+whereas the way over the host occupies each link in turn.
 """
 
 import threading
@@ -157,14 +156,10 @@ class Device(Protocol):
         """Return how bytes of another device reach this device; constant for a pair of devices."""
 
     def take_over(self, source: "Device", pairs: Pairs) -> None:
-        """Copy tensors of another device to tensors of this device, pairs of (source, target); done on return.
+        """Copy tensors of another device in reach to tensors of this device, pairs of (source, target); done on return.
 
         Called on this device's worker thread. Nobody may touch the tensors before the copy's end. The copy reads the
         sources as left by the work requested of the source's device so far.
-
-        Args:
-            source: the other device, which is in reach.
-            pairs: sources and targets.
         """
 
     def start_take_over(self, source: "Device", pairs: Pairs) -> BackgroundCopy:
@@ -180,14 +175,10 @@ class Device(Protocol):
         """Start measuring the device's memory; None where the memory cannot be observed, or does not matter."""
 
     def reclaim(self) -> int:
-        """Give unused memory kept by an allocator back to the system; on the worker thread.
-
-        Returns:
-            Free bytes afterwards, as reported by the system.
-        """
+        """Give unused memory kept by an allocator back to the system, on the worker thread; return the system's free bytes."""
 
     def close(self) -> None:
-        """Stop the copy threads."""
+        """Stop the device's threads."""
 
 
 @contextmanager

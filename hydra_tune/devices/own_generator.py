@@ -56,7 +56,7 @@ class ThreadGenerator(torch.Generator):
     moves: int = 0
 
     def become_own(self) -> Token[torch.Generator | None]:
-        """Make this the thread's generator, like `drawing_from`, until a reset with the token; requires `install`."""
+        """Make this object the thread's generator until a reset with the token; requires `install`."""
         return _OWN.set(self)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 _BLOCK = 624  # numbers per block of the Mersenne Twister
 _INSIDE_BLOCK = slice(512, 4608)  # bytes of the generator's state that belong to the block alone
-_MAX_DRAWS = 100_000 * _BLOCK  # longest search, under a second; dropout draws one or two per element
+_MAX_DRAWS = 100_000 * _BLOCK  # longest search, of seconds; dropout draws one or two per element
 _CHUNK = 1 << 18
 _SEED, _OFFSET = 0, 1  # indices of the 64-bit numbers in a Philox generator's state
 
@@ -48,7 +48,7 @@ class MersennePositions:
 
     @staticmethod
     def moved(state: Tensor, count: int) -> Tensor:
-        """Return the position after `count` further draws."""
+        """As of `CountingGenerator`."""
         stream = torch.Generator()
         stream.set_state(state)
         _skip(stream, count)
@@ -67,7 +67,7 @@ class PhiloxPositions:
 
     @staticmethod
     def moved(state: Tensor, count: int) -> Tensor:
-        """Return the position after `count` further draws."""
+        """As of `CountingGenerator`."""
         moved = state.clone()
         moved.view(torch.int64)[_OFFSET] += count
         return moved

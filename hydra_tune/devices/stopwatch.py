@@ -5,11 +5,10 @@
 unit, and `planner/run/step_timer.py` makes a `CudaStopwatch` for planned graphs on a GPU. The module must not know blocks,
 models or trials. A stopwatch belongs to one thread, and has no lock.
 
-Note: a GPU runs behind the host. A request takes the host almost no time, so the host's clock says nothing about the
-GPU, and waiting for the GPU after each piece of work would make the GPU idle. So an event is recorded at either end of
-the work on the compute stream. The events are read when `run_unit` asks for the seconds, at the end of a unit, when the
-GPU has finished. Also, a thread that has waited for the GPU may get the interpreter lock milliseconds late; the events
-exclude this delay.
+Note: a GPU runs behind the host, and waiting for the GPU after each piece of work would make the GPU idle. So an event is
+recorded at either end of the work on the compute stream. The events are read when `run_unit` asks for the seconds, at the
+end of a unit, when the GPU has finished. Also, a thread that has waited for the GPU may get the interpreter lock
+milliseconds late; the events exclude this delay.
 """
 
 import time
@@ -42,11 +41,7 @@ class WallStopwatch:
 
 
 class CudaStopwatch:
-    """Time on a GPU's stream from the first operator to the last, including waits for the host and for copies.
-
-    Args:
-        device: the GPU.
-    """
+    """Time on a GPU's stream from the first operator to the last, including waits for the host and for copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

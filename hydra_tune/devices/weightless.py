@@ -1,9 +1,8 @@
 """`WeightlessDevice`: a stand-in for a device where only sizes count: copies move nothing, and nothing is sent to a GPU.
 
-Inside torch's `FakeTensorMode`, the allocated memory takes no space, so a step can be rehearsed for a device that does
-not exist. `pool/dry_run/report.py` makes the devices, and `PoolRehearsal` (`pool/dry_run/executor.py`) runs units on the
-devices while `HydraExecutor.plan` forecasts a pool. The module must not know blocks, models or trials. A device has no
-thread and no lock: one thread rehearses.
+Inside torch's `FakeTensorMode`, the allocated memory takes no space. `pool/dry_run/report.py` makes the devices, and
+`PoolRehearsal` (`pool/dry_run/executor.py`) runs units on the devices while `HydraExecutor.plan` forecasts a pool. The
+module must not know blocks, models or trials. A device has no thread and no lock: one thread rehearses.
 
 Note: virtual clock. `PoolRehearsal` advances `now` by the units' times. An awaited copy advances `now` itself, if the
 cost of copies is known. A background copy is over when the clock has reached the copy's end. Background copies run in
@@ -49,7 +48,7 @@ class _UntimedCopy(BackgroundCopy):
         """Return at once: the copy takes no time."""
 
     def wait_quietly(self) -> bool:
-        """Return True: the copy always succeeds."""
+        """Return True."""
         return True
 
 
@@ -83,7 +82,7 @@ class _TimedCopy(BackgroundCopy):
         device.now = max(device.now, self.end)
 
     def wait_quietly(self) -> bool:
-        """Wait for the copy; return True, because the copy always succeeds."""
+        """Wait for the copy; return True."""
         self.wait()
         return True
 
@@ -118,13 +117,13 @@ class WeightlessDevice:
     """A device with the name, budget and alignment of another device.
 
     Args:
-        like: the other device, which is not used.
+        like: the other device, which neither computes nor copies.
         link: cost of copies; None where unknown.
 
     Attributes:
         like: as given.
         moment: number of units that have ended on the device; incremented by the caller that runs units.
-        now: virtual clock in seconds; advanced by the caller that runs units.
+        now: virtual clock in seconds; advanced by the caller that runs units, and by awaited copies.
     """
 
     def __init__(self, like: Device, link: LinkCostModel | None = None) -> None:
@@ -148,11 +147,11 @@ class WeightlessDevice:
         yield
 
     def empty(self, nbytes: int) -> Tensor:
-        """Allocate device memory."""
+        """As of `Device`."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def host_empty(self, nbytes: int) -> Tensor:
-        """Allocate host memory."""
+        """As of `Device`."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def on_host(self, function: Callable[[], T]) -> T:

@@ -5,22 +5,21 @@
 runs the same shards in the same order, on tensors of the same names with an extra leading dimension of size N:
 parameters, buffers, batches, values that cross cuts, gradients and optimizer state
 (`fusion/batching/batched_graph.py`, `fusion/compile/batched_plan.py`). Paging, spilling and scheduling therefore treat a
-group like any other trial. Fusion pays for small models, for example a sweep over learning rates of an MLP, where
-launching operators costs more than the arithmetic.
+group like any other trial. Fusion pays for small models, where launching operators costs more than the arithmetic.
 
 Note: slots. Every member occupies a slot, an index along the leading dimension. A slot can also be vacant.
 
-Note: state of each member. Every member draws random numbers from its own generator, in turn with the other members
-(`batched/batched_random.py`), so the numbers depend only on the member's seed. Every member also keeps its own
-optimizer and scheduler, and the group reads the rates before each step (`batched/batched_optimizer.py`). No operator
-mixes members, so a member that turns NaN leaves the bits of the others unchanged.
+Note: state of each member. Every member draws random numbers from its own generator (`batched/batched_random.py`), and
+keeps its own optimizer and scheduler, of which the group reads the rates before each step
+(`batched/batched_optimizer.py`). No operator may mix members: a member that turns NaN must leave the bits of the others
+unchanged.
 
 Note: masking. A member that does not take part in a step (the member has ended, or wants another kind of batch) keeps
 its slot in the stack. The slot computes on another member's batch and draws nothing, and the group drops the results:
 buffers are restored, and parameters and optimizer state keep their values.
 
-In float64 a fused member reproduces its unfused run to about 1e-9. In float32 the algorithm is the same, but the last
-bits differ, because batched matrix products round differently from single products.
+In float32 the last bits differ from an unfused run, because batched matrix products round differently from single
+products.
 
 The package must not choose devices or the order of units: the pool runs a group like a trial. Read `group` first, then
 `batching` and `compile` (a member's plan for all members), `matching` (the trials that may form a group), `ragged`

@@ -63,9 +63,7 @@ class IsolatedPoolServer:
     """One life of the pool.
 
     Args:
-        connection: connection to the program.
         known: objects shared by the program and this process since the fork.
-        beginning: the supervisor's facts about earlier processes.
         make: returns a started executor, and a function from a job to the folder of its checkpoints.
     """
 
@@ -153,7 +151,6 @@ class IsolatedPoolServer:
         waits: bool,
         left: Path | None,
     ) -> None:
-        """Queue a task, resumed from the checkpoints of an earlier process if any."""
         if left is not None and generations(left):
             kept_options = ("priority", "staggered", "labels", "saved_as", "max_retries")
             options = {option: options[option] for option in kept_options} | {"resume_from": left}

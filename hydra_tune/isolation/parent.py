@@ -53,9 +53,9 @@ _LOOKS, _LOOK_SECONDS = 10, 0.02
 _PATIENCE_SECONDS = 5.0
 
 THERE_IS = (
-    "with isolate=True the pool is in another process, and offers only run, submit, events, suspend and shutdown, and of a job "
-    "only name, state, result, proceed, prune and cancel; for anything else, such as studies of Optuna, make the HydraExecutor "
-    "without isolate"
+    "with isolate=True the pool is in another process, and offers only run, submit, loop, events, has_checkpoint, suspend and "
+    "shutdown, and of a job only name, state, result, proceed, prune and cancel; for anything else, such as studies of Optuna, "
+    "make the HydraExecutor without isolate"
 )
 
 
@@ -379,7 +379,6 @@ class IsolatedPoolClient:
             entry.job.events.put((Failed if result.status == "failed" else Finished)(entry.job, result))
 
     def _end(self) -> None:
-        """End all jobs after the last process has ended."""
         with self._lock:
             self._connection = None
             self._error = self._error or HydraTuneError(
@@ -426,7 +425,6 @@ def _turns() -> dict[int, str] | None:
 
 
 def _metrics(entry: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of an entry of a history."""
     return {name: value for name, value in entry.items() if name not in ("step", "epoch", "seconds")}
 
 

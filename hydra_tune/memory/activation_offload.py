@@ -3,10 +3,9 @@
 Units that run the user's own code cannot be cut or recomputed, so their activations are spilled instead: `Lease`
 (`lease.py`) spills in such a unit if the unit's plan says so. `train/loop/direct.py` spills once a step finds no more
 room, or in every step of a model that can be cut no finer (`LazySavedTensorSpiller`). `train/own_loop/unit_memory.py`
-only counts saved tensors with a `LazySavedTensorSpiller`, and never spills. `SavedTensorSpiller` registers saved-tensor
-hooks, copies large saved tensors to the host in `pack`, and loads the copies back in `unpack`.
-`shard/cost/eager_pilot.py` measures and checks a spiller in real runs of copies of the model, and
-`shard/execute/saved_activations.py` uses the version counters. The module must not know models or steps.
+only counts saved tensors with a `LazySavedTensorSpiller`, and never spills. `shard/cost/eager_pilot.py` measures and
+checks a spiller in real runs of copies of the model, and `shard/execute/saved_activations.py` uses the version
+counters. The module must not know models or steps.
 
 Each unit, or each step of the user's own, has a spiller of its own, without a lock. `HostMemoryQuota`
 (`train/state/host_quota.py`) reserves the host memory that the pilot has measured (`spilled_bytes`), and `Lease.count` adds
@@ -40,12 +39,7 @@ SMALL_BYTES = 4096  # smaller storages stay on the device: a copy would cost mor
 
 
 class SavedStorageCopy:
-    """Host copy of a storage, shared by all saved tensors on the storage.
-
-    Args:
-        tensor: a tensor on the storage.
-        host: the copied bytes.
-    """
+    """Host copy of a storage, shared by all saved tensors on the storage."""
 
     def __init__(self, tensor: Tensor, host: Tensor) -> None:
         self.host = host
@@ -88,12 +82,7 @@ class SavedTensorSpiller:
     """Sends large tensors saved by autograd to the host.
 
     Args:
-        device: device of the unit.
         stays: whether a tensor's storage stays on the device anyway (state, the batch), so that a reference is enough.
-
-    Attributes:
-        bytes_out, bytes_in: bytes spilled and loaded so far.
-        peak_bytes: most bytes of host copies at once.
     """
 
     def __init__(self, device: Device, stays: Callable[[Tensor], bool]) -> None:
@@ -136,7 +125,6 @@ class SavedTensorSpiller:
         return tensor
 
     def _moves(self, tensor: Tensor) -> bool:
-        """Whether a tensor is an ordinary and large enough tensor on the device."""
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
         return (
             plain
@@ -190,11 +178,7 @@ class LazySavedTensorSpiller(SavedTensorSpiller):
     Gradients of `torch.func` refuse hooks and run as without hooks: their saved tensors stay in place.
 
     Args:
-        device, stays: as of `SavedTensorSpiller`.
         kept: receives each large tensor that is to stay in place; may send all such tensors to the host (`shed`).
-
-    Attributes:
-        is_shedding: whether the tensors have been sent to the host.
     """
 
     def __init__(self, device: Device, stays: Callable[[Tensor], bool], kept: Callable[[Tensor], None]) -> None:

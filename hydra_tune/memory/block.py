@@ -2,8 +2,7 @@
 
 A *group* is a block under long-lived tensors (parameters, buffers, optimizer state); the tensors are views of the
 buffer, and moving the group points the tensors at the new place. A *value* is a view of a block that lives for one
-step: an activation at a cut, a gradient, a batch tensor. Moving a whole shard costs one copy per group instead of one
-copy per tensor.
+step: an activation at a cut, a gradient, a batch tensor.
 
 `TensorGroups` (`train/state/tensor_groups.py`) makes the groups when a trial's tensors are laid out for a plan. Blocks
 of values are made by `BlockStore` (`train/state/block_store.py`) for a batch, and by `Lease` (`lease.py`) for a unit's
@@ -79,10 +78,7 @@ class IncomingTransfer:
     """Bytes on the way to a device.
 
     Args:
-        home: pager of the destination.
         host: host memory to copy from; None: the source is the device that holds the block until the end of the copy.
-        data: device memory to copy to.
-        copy: running or queued copy.
         lease: number of the unit beside which the copy was started.
     """
 
@@ -128,14 +124,10 @@ class Block:
     seen the end, the block is resident and `dirty`.
 
     Args:
-        kind: content of the block.
-        size: bytes of the block.
         alignment: alignment of the device in bytes; the ledger counts whole multiples.
-        state: initial state.
 
     Attributes:
         state: present state (`memory/block_states.py`).
-        past: previous states, the latest last.
         pinned_for: the pager whose unit needs the block, or the `HostBlockPin` (`block_release.py`) of work on the host;
             None: the block may move.
     """
@@ -256,8 +248,7 @@ class TensorBlock(Block):
     keep their own storages until another block needs the room. Such a *loose* group counts the bytes and has no buffer.
     The first spill gathers the tensors in host memory, and from then on the group is like any other. If another object
     shares the memory (a numpy array, a detached tensor, another parameter), a copy would separate the two. The tensors
-    then stay in place, and the group merely counts as a group on the host. References held by the user's code therefore
-    stay valid.
+    then stay in place, and the group merely counts as a group on the host.
 
     Note: strays. The user's code may give a tensor other memory (`p.data = ...`, `module.double()`). From then on the
     other memory counts, and the bytes in the buffer are stale. A move leaves such a stray tensor in place until
@@ -270,12 +261,10 @@ class TensorBlock(Block):
         on_moved: receives the name of the device, or None, after each move.
 
     Args:
-        kind: content of the group.
         tensors: tensors to take over; afterwards their `.data` follows the block.
         device: device whose host memory (pinned, for a GPU) and alignment to use. Call inside `device.on_host`, unless
             the group begins loose.
         readers: readers of the tensors; None: only units read the tensors.
-        is_loose: whether the group begins loose.
     """
 
     __slots__ = (
@@ -475,7 +464,6 @@ def _place_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _num_users(storage: torch.UntypedStorage) -> int:
-    """Number of tensors and other holders of a storage known to torch."""
     count: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001 - no public name
     return count
 

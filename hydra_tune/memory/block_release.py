@@ -44,11 +44,7 @@ def drop(block: Block) -> None:
 
 
 class HostBlockPin:
-    """Blocks in use by work on the host: a device in need of a block waits until the work is done.
-
-    Args:
-        blocks: blocks to bring home and pin.
-    """
+    """Blocks in use by work on the host: a device in need of a block waits until the work is done."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._over = threading.Event()

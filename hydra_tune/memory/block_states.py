@@ -63,15 +63,7 @@ FOLLOWING: dict[BlockState, frozenset[BlockState]] = {
 def impossible(
     what: str, number: int, owner: int | None, states: Iterable[BlockState], wanted: BlockState
 ) -> BlockStateError:
-    """Return the error for a change of state that is not allowed.
-
-    Args:
-        what: content of the block.
-        number: number of the block.
-        owner: the trial, if known.
-        states: states of the block so far, the present state last.
-        wanted: the refused state.
-    """
+    """Return the error for a change of state that is not allowed."""
     story = list(states)
     trial_name = "no trial" if owner is None else f"trial {owner}"
     allowed = ", ".join(sorted(FOLLOWING[story[-1]])) or "nothing"

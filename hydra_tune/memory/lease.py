@@ -253,6 +253,5 @@ class Lease:
 
 
 def _enter(block: Block, state: BlockState) -> None:
-    """Change the state of a pinned block."""
     with block.lock:
         block.enter(state)

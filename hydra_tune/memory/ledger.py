@@ -16,13 +16,12 @@ class MemoryLedger:
     """Counts the bytes taken on a single device or on the host. Safe to call on any thread.
 
     Args:
-        name: name of the device, for messages.
-        budget_bytes: most bytes for a single unit, and never exceeded unless a device has proved to have more.
+        budget_bytes: most bytes for a single unit, and never exceeded unless a device has proved to have more, or a
+            `HostLedger` is overdrawn.
 
     Attributes:
         limit_bytes: most bytes taken while other bytes can be freed: below the budget once the budget has proved too
             much, above the budget if a device has proved to have more.
-        used_bytes, peak_bytes: bytes taken now, and at most so far.
         recent_peak_bytes: most bytes taken since a caller set the value to the bytes taken.
     """
 
@@ -37,7 +36,7 @@ class MemoryLedger:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that are never exceeded."""
+        """Bytes that `try_take` never exceeds."""
         return max(self.budget_bytes, self.limit_bytes)
 
     def try_take(self, nbytes: int, *, to_the_last: bool = False) -> bool:
@@ -71,8 +70,6 @@ class DeviceCacheReservation:
     (`pager.py`) has the data freed when a unit needs room.
 
     Args:
-        caches: all reservations of the device.
-        nbytes: bytes taken on the ledger of the device.
         let_go: frees the kept data; called by the thread in need of the room: by the device's worker between units, before
             a unit computes or as a unit's lease grows, or by a borrower of the device.
     """
@@ -88,11 +85,7 @@ class DeviceCacheReservation:
 
 
 class DeviceCaches:
-    """The reservations of one device.
-
-    Args:
-        ledger: counts the bytes.
-    """
+    """The reservations of one device."""
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self._ledger = ledger
@@ -100,12 +93,7 @@ class DeviceCaches:
         self._lock = threading.Lock()
 
     def hold(self, nbytes: int, let_go: Callable[[], None]) -> DeviceCacheReservation | None:
-        """Take room if nothing has to be spilled for the room; return None if there is no room.
-
-        Args:
-            nbytes: bytes to take.
-            let_go: frees the data, as of `DeviceCacheReservation`.
-        """
+        """Take room if nothing has to be spilled for the room; return None if there is no room."""
         if not self._ledger.try_take(nbytes):
             return None
         reservation = DeviceCacheReservation(self, nbytes, let_go)

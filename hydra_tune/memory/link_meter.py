@@ -1,9 +1,9 @@
 """Speed of a device's copies: `LinkMeter` measures running pools, `CopyTimes` serves predictions.
 
-`Pager` (`pager.py`) adds each awaited copy over the link to a `LinkMeter`. `pool/devices/idle_devices.py` reads the pace
-when a trial asks for further devices, and `train/loop/burst.py` to choose the length of a trial's turn.
-`train/timing/step_timing.py` fills `CopyTimes` while steps are timed for a forecast. `Pager` and `Lease` (`lease.py`) call
-the methods of a `CopyLog`.
+`Pager` (`pager.py`) adds copies over the link, made while a unit waits, to a `LinkMeter`.
+`pool/devices/idle_devices.py` reads the pace when a trial asks for further devices, and `train/loop/burst.py` to choose
+the length of a trial's turn. `train/timing/step_timing.py` fills `CopyTimes` while steps are timed for a forecast.
+`Pager` and `Lease` (`lease.py`) call the methods of a `CopyLog`.
 
 Note: threads. A `LinkMeter` has no lock: other threads read both numbers while the pager adds a copy, because the pace is an
 estimate. The module must not know models or steps.
@@ -81,11 +81,7 @@ class CopyTimes:
         """Ignore updates on the host: an update is no copy."""
 
     def link(self, guess: LinkCostModel) -> LinkCostModel:
-        """Return the measured link: the median time of small copies, and the median pace of large copies.
-
-        Args:
-            guess: link assumed for unmeasured sizes.
-        """
+        """Return the measured link: the median time of small copies, and the median pace of large copies."""
         small = [seconds for nbytes, seconds in self._found if nbytes <= _SMALL_BYTES]
         per_block = statistics.median(small) if small else guess.seconds_per_block
         large = [(nbytes, seconds) for nbytes, seconds in self._found if nbytes >= _LEAST_BYTES]

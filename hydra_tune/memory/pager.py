@@ -11,9 +11,6 @@ not be as good.
 (`lease.py`) calls the pager before the unit computes, and `BlockPrefetcher` (`prefetch.py`) while the unit before
 computes. The module must not choose units, and knows a trial by number alone.
 
-Example: a device of 8 GiB trains a model of 12 GiB. Before each unit, the pager spills the shards with the most distant
-next use and loads the shard of the unit.
-
 Note: victim order. The pager spills first the blocks with the most distant next use. A trial walks over its shards
 forward and then backward, so the least recently used shard has the most distant next use. Optimizer state is used once
 per step, always in the same order, so the most recently used state has the most distant next use. The trial on the
@@ -89,25 +86,17 @@ class Pager:
     """Loads blocks to one device and spills blocks from the device.
 
     Args:
-        device: device whose memory the pager manages.
         host: host tier for counting host copies and sending some to disk; None: the host has room for all.
 
     Attributes:
-        ledger: counts the bytes of resident blocks and of workspaces.
         link: pace of the copies to and from the host, and of direct copies over the same links.
-        bytes_in, bytes_out: bytes loaded from and spilled to the host, by kind of block.
-        bytes_across: bytes taken over from other devices, by kind of block.
         bytes_ahead, bytes_in_vain: bytes sent ahead in the background, and the part never used by a unit.
         waiting_ns, copying_ns: nanoseconds spent by units waiting for copies, and spent by the copies.
-        host_ns: nanoseconds of updates on the host beside this device.
         begins: called on the worker's thread when the blocks of a unit are resident and the unit begins to compute.
         pauses: called on the worker's thread between two steps of a unit with many steps.
-        num_leases: number of units served with their blocks.
         last_short: value of `num_leases` when room was last made.
         last_fetched: value of `num_leases` when a block last came over a link from another device.
-        owner: trial of the running unit, or of the last unit.
         caches: data kept on the device for speed, which make room before any block is spilled.
-        log: receives every copy; None: copies are not logged.
         ready_ns: time at which all needs of a unit were first met since a caller set the value to 0.
     """
 
@@ -367,7 +356,6 @@ class Pager:
         self._waited("across", block, start)
 
     def _list(self, block: Block) -> None:
-        """List a block as resident here, or as on the way here."""
         with self._lock:
             self._resident[id(block)] = block
 
@@ -731,7 +719,6 @@ class Pager:
 
 
 def _way_of(coming: IncomingTransfer) -> str:
-    """Direction of an incoming copy, as of `EventLog.copied`."""
     return "across" if coming.host is None else "in"
 
 

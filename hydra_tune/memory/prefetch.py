@@ -11,16 +11,13 @@ pinned blocks and blocks of the next units. A clean victim is
 dropped at once. A dirty victim is written back in the background and gives its room at the next call, or within a burst
 of steps when a step ends later. Victims for the workspace of the next unit are written back in the same way.
 
-Example: while the forward pass of shard 3 computes, the prefetcher copies shard 4 to the device and writes shard 1
-back, so the copies cost no time as long as they are shorter than the computation.
-
 With a host tier, the tier starts reading blocks on disk now, for sending when the next unit begins. A block under way
 keeps its host copy, and a dirty block is written back only if the host has room without waiting
 (`memory/host/host_tier.py`).
 
-Prefetching binds no thread. A block sent in vain is dropped like any clean block. A unit that starts early waits only
-for the copies of its own blocks. Another device in need of a block does not wait if the copy has not begun. While
-everything fits and no block comes over a link from another device, the prefetcher neither asks nor sends.
+Prefetching binds no thread. A block sent in vain is dropped like any clean block. Another device in need of a block
+does not wait if the copy has not begun. While everything fits and no block comes over a link from another device, the
+prefetcher neither asks nor sends.
 
 Note: locks. The prefetcher only tries the lock of a block, and never waits for the lock: a block that another thread moves is
 left out. The module must not know models or steps.
@@ -56,9 +53,6 @@ class UnitMemoryNeeds:
 
 class BlockPrefetcher:
     """Sends blocks ahead to a single device. Call only on the thread that runs the device's units.
-
-    Args:
-        pager: pager of the device.
 
     Attributes:
         asks: returns the needs of the next units, in order; None: the next units are unknown.
@@ -275,7 +269,6 @@ class _UnitPrefetch:
         self._note("clean", victim, copy)
 
     def _note(self, what: str, block: Block, copy: BackgroundCopy | None = None, way: str = "out") -> None:
-        """Add an event to the record of the run."""
         if self._turn is None:
             return
         self._turn.note(what, [block], block.size)

@@ -1,10 +1,11 @@
 """Out-of-memory errors outside the ledgers: recognizes the errors and marks code that cannot be repeated afterwards.
 
 The ledgers know only the bytes of the pool. Other processes, fragmentation and the memory of libraries are unknown to
-the ledgers, so an allocation may fail although its bytes are on the ledger. A unit (`train/loop/training_batch.py`)
-enters `not_repeatable` where the unit begins to change state; `OutOfMemoryHandler` (`pool/devices/oom_retry.py`) looks
-at the error when a unit has failed, and repeats the unit unless the error is a `NotRepeatableError`. Code that cannot be
-undone (`train/loop/unit_rollback.py`) must run inside `not_repeatable`, or a repeat gives other numbers.
+the ledgers, so an allocation may fail although its bytes are on the ledger. Units (`train/loop/`,
+`train/parallel/parallel_batch.py`, `train/state/model_state.py`, and groups in `fusion/group/` and `fusion/runtime/`)
+enter `not_repeatable` where the unit begins to change state; `OutOfMemoryHandler` (`pool/devices/oom_retry.py`) looks
+at the error when a unit has failed, and repeats the unit unless the error is a `NotRepeatableError`. Code that cannot
+be undone (`train/loop/unit_rollback.py`) must run inside `not_repeatable`, or a repeat gives other numbers.
 """
 
 from collections.abc import Iterator
@@ -22,11 +23,7 @@ _SIGNS = (
 
 
 class NotRepeatableError(Exception):
-    """Memory has run out at a point where the work of a unit cannot be undone; the cause is the original error.
-
-    Args:
-        reason: the work in progress.
-    """
+    """Memory has run out at a point where the work of a unit cannot be undone; the cause is the original error."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

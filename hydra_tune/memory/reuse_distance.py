@@ -56,7 +56,6 @@ class BlockUseHistory:
         return self._told(now) is not None or (self._gap() > 0 and self.distance(now) <= AHEAD)
 
     def _told(self, now: int) -> int | None:
-        """Announced time of the next use, unless long overdue."""
         expected = self._expected
         return expected if expected is not None and now - expected <= AHEAD else None
 

@@ -19,7 +19,6 @@ class TrialMemoryContext:
 
     Args:
         on_failure: called once, on any thread, when bytes of the trial could not be kept; must not wait for blocks.
-        name: the trial's name in the log.
 
     Attributes:
         failure: the error; from then on the trial's host copies may be thrown away.

@@ -2,7 +2,7 @@
 
 The package must hold no part of the engine: plain snapshots, names, numbers and times come in. Read `event_log` (what a
 pool writes and reads back), then `live` (views of a sweep) and `trace` (timelines of a log). Pools, the `hydra-tune`
-commands and, for recordings, `memory` and `simulate` use the package.
+commands, `memory`, `simulate` and `integrations/hydra_tune_optuna/study_reader.py` use the package.
 """
 
 import random

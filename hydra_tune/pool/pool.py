@@ -92,11 +92,8 @@ class Pool:
     Args:
         devices: opened devices; the pool closes the devices at shutdown.
         library: makes plans for the smallest device.
-        policy: see `hydra_tune.schedule`.
-        max_concurrent: number of jobs admitted at the same time.
         host_bytes: host memory in bytes for the state of all admitted jobs.
         instrument: returns a context manager; a worker enters the context manager around every unit.
-        admission: see `Scheduler`.
         recorder: records decisions and units; None: nothing is recorded.
         host: host tier that sends state beyond `host_bytes` to disk; None: the host has to hold all state.
         sends_ahead: whether a device prefetches blocks of the next unit during compute.
@@ -184,7 +181,6 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        """Start all threads, and tell the scheduler of the devices."""
         for name in self._workers:
             self._start_worker(name)
         self._start_preparer()
@@ -227,7 +223,7 @@ class Pool:
             self._start_preparer()
 
     def hint_at_fusion(self) -> None:
-        """Have the dispatcher log a hint, at most once, when trials as a fused group may be several times faster."""
+        """Have workers log a hint, at most once, when trials as a fused group may be several times faster."""
         self._core.hint = FusionAdvisor()
 
     @property
@@ -391,7 +387,6 @@ class Pool:
             raise HydraTuneError("a recorded run keeps its devices; make the HydraExecutor without record=True")
 
     def _check_fits(self, device: Device) -> None:
-        """Refuse a device unfit for the pool's plans."""
         budget = self._library.budget
         if device.budget_bytes < budget.budget_bytes:
             raise ConfigError(
@@ -652,14 +647,15 @@ class Pool:
         self, tasks: Mapping[str, TrainTask], *, max_concurrent: int, bandwidth: float | None, steps: int | None
     ) -> dict[str, Any]:
         """Profile tasks without running jobs; see `planned_profile`."""
-        return planned_profile(
-            tasks,
-            self._library,
-            list(self._devices.values()),
-            max_concurrent=max_concurrent,
-            bandwidth=bandwidth,
-            steps=steps,
-        )
+        with PythonStateUndo.of_tasks(*tasks.values()).undone(keeps_results=True):
+            return planned_profile(
+                tasks,
+                self._library,
+                list(self._devices.values()),
+                max_concurrent=max_concurrent,
+                bandwidth=bandwidth,
+                steps=steps,
+            )
 
     def plan(self, tasks: Mapping[str, TrainTask], *, group_size: int, probe: bool, profiled: int = 0) -> PoolForecast:
         """Forecast a joint run of tasks without running jobs; see `forecast`."""

@@ -113,8 +113,8 @@ class PoolStats:
 
     Attributes:
         devices: statistics by device name.
-        units_run: sum of the devices' `units`.
-        units_saved: units that pruned and cancelled trials would still have run.
+        units_run: sum of the devices' `units`; a unit of a whole fused group counts once.
+        units_saved: units that pruned and cancelled trials outside fused groups would still have run.
         elapsed_seconds: wall time.
         scheduler_seconds: CPU time of scheduling decisions, and of predicting the units to prefetch for.
         steps_by_way: optimizer steps of several batches, without each trial's first step, by way: "one device" (batches

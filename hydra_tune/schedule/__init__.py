@@ -2,9 +2,7 @@
 
 `Scheduler` takes events and returns commands; a `Policy` chooses among eligible jobs. The package knows jobs, units and
 devices by name only. Read `units`, `events` and `commands` first, then `machine`, the state machine, with `state`,
-`record` and `transitions`; the `policies` come next. `front` and `levels` order jobs before a policy sees the jobs,
-`record` also keeps remaining times, `ahead` predicts next jobs, `journal` notes decisions, and `bound` bounds
-makespans.
+`record` and `transitions`; the `policies` come next.
 """
 
 from hydra_tune.schedule.ahead import NextJobPredictor

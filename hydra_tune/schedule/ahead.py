@@ -1,20 +1,17 @@
 """`NextJobPredictor`: prediction of each device's next job, so that the pool prefetches the job's bytes during compute.
 
 `NextUnitPredictor` (`pool/devices/next_units.py`) asks when a unit begins to compute; `SimulatedPrefetcher`
-(`simulate/engine/lookahead.py`), a subclass, asks at the same moment of the simulator's virtual clock. Both pass on every
-change of a job, of the front and of the devices before the question. The module must not import torch, read a clock or start
-a thread.
+(`simulate/engine/lookahead.py`) is a subclass. Before a question, both pass on the changes of jobs, of the front and of
+the devices. The module must not import torch, read a clock or start a thread.
 
-Note: double buffering. As a rule, the scheduler binds a job to a device when the device becomes free, not earlier. While a unit
-runs, `NextJobPredictor` asks a separate selection of the same policy for the device's likely next job, and the pool
-prefetches the job's bytes. The separate selection holds the same views as the scheduler's policy, without the jobs
-claimed by other devices' buffers. For the question, the running job is added as of the end of its unit. The prediction
-is not binding: at the end of the unit, the scheduler chooses among all eligible jobs, and knows which shards are
-resident on the device. Only a policy with early binding (`EarlyBinding`) makes the next job certain.
+Note: double buffering. While a unit runs, `NextJobPredictor` asks a separate selection of the same policy for the
+device's likely next job, and the pool prefetches the job's bytes. The separate selection holds the same views as the
+scheduler's policy, without the jobs claimed by other devices' buffers. For the question, the running job is added as of
+the end of its unit. The prediction is not binding: at the end of the unit, the scheduler chooses among all eligible
+jobs, and knows which shards are resident on the device. Only a policy with early binding (`EarlyBinding`) makes the
+next job certain.
 
-Note: staggered admission. Jobs of the front go first in predictions, too, and so do jobs that are not staggered. The
-front changes only when a staggered job is admitted, paused, unpaused, over or of another priority, or a device comes or
-goes; then all jobs that crossed the border change their level at once.
+Note: staggered admission. Jobs of the front go first in predictions, too, and so do jobs that are not staggered.
 """
 
 from hydra_tune.schedule.levels import Level, PriorityLevels
@@ -26,10 +23,6 @@ class NextJobPredictor:
     """Tracks which job each device's buffer is for, and keeps the other eligible jobs in order.
 
     Not thread-safe, like the scheduler, whose views `NextJobPredictor` reads: a pool calls both under its lock.
-
-    Args:
-        policy: policy that provides the selections.
-        scheduler: scheduler that provides the views.
     """
 
     def __init__(self, policy: Policy, scheduler: Scheduler) -> None:

@@ -36,8 +36,7 @@ def makespan_bound(job_seconds: Iterable[float], num_devices: int) -> float:
 def uneven_makespan_bound(job_seconds: Iterable[float], device_speeds: Iterable[float]) -> float:
     """Lower bound on the makespan of jobs that each run on one device at a time, on devices of unequal speed.
 
-    The k longest jobs keep at most k devices busy until their end, at best the k fastest. All jobs together keep at
-    most all devices busy. With equal speeds the bound equals `makespan_bound`.
+    With equal speeds the bound equals `makespan_bound`.
 
     Args:
         job_seconds: each job's total time in seconds on a device of speed 1, without transfers.

@@ -19,10 +19,7 @@ class Admit:
 
 
 class Run(NamedTuple):
-    """Run the job's unit on the device now; answered by `UnitFinished` or `UnitFailed`.
-
-    A tuple, because the scheduler makes a command for every unit, and tuples are fast to make.
-    """
+    """Run the job's unit on the device now; answered by `UnitFinished` or `UnitFailed`."""
 
     job: str
     device: str

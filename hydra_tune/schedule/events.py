@@ -41,10 +41,6 @@ class DeviceSlowed:
     """A device computes at another speed from now on, slower or faster.
 
     Only a simulation hands in this event: a pool measures no speeds, and takes every device for nominal.
-
-    Args:
-        device: the device.
-        speed: as for `DeviceAdded`.
     """
 
     device: str
@@ -56,7 +52,6 @@ class JobSubmitted:
     """A job wants to run; the order of these events is the submission order.
 
     Args:
-        job: the job.
         priority: jobs of a higher priority are admitted, and run, before all jobs of a lower priority.
         staggered: under the admission "auto", whether the job runs before younger staggered jobs.
     """
@@ -71,7 +66,6 @@ class JobAdmitted:
     """A job's preparation is done and its first unit is ready.
 
     Args:
-        job: the job.
         unit: the first unit.
         remaining_seconds: predicted time of all the job's units, `unit` included, on a single device.
         step_seconds: predicted time of a training step, the slack of Sharded-LRTF; 0 allows none.
@@ -96,10 +90,7 @@ class JobRejected:
 class UnitFinished(NamedTuple):
     """A job's unit on a device is done.
 
-    A tuple, because the driver makes an event for every unit, and tuples are fast to make.
-
     Args:
-        job: the job.
         device: the device that ran the unit.
         seconds: measured time of the unit.
         unit: the job's next unit, or None if no unit becomes ready now. Then, unless other units of the job are ready
@@ -134,7 +125,6 @@ class JobResumed:
     """A waiting job goes on: its report was answered, or its data arrived, and its next unit is ready.
 
     Args:
-        job: the job.
         unit: the next unit.
         remaining_seconds: predicted remaining time, `unit` included; None leaves the old value.
         others: further ready units that may run beside each other.
@@ -184,7 +174,6 @@ class ShardMoved:
     """A shard's parameters have moved.
 
     Args:
-        job: the job.
         shard: the shard, from 0.
         device: the new place; None if on no device.
     """

@@ -3,15 +3,13 @@
 `SchedulerState` (`state.py`) updates the front whenever a staggered job in flight or a device comes or goes, or such a
 job changes its priority. With `admission="staggered"` every job is staggered, with `"auto"` the jobs that were submitted
 so, with `"eager"` none. `Scheduler` (`machine.py`), the pool's settings and `Scenario` (`simulate/model.py`) call
-`check_admission`. The module knows jobs by name only, and has no clock, no threads and no lock.
+`check_admission`. The module has no lock.
 
 Note: staggered admission. The *front* consists of the oldest staggered jobs in flight, as many as there are devices, by
 priority and then by submission. Jobs that are not staggered have the rank of the front. A device takes a ready unit of
-the front if there is one, otherwise a unit of another job. So the oldest jobs run to their ends, the others fill gaps,
-and no device idles because of the rule. For jobs of equal length, among all rules that keep every device busy, this
-rule ends the first k jobs earliest, for every k. The reason: no job can run faster than a single device allows, and no
-work goes to a job that does not end next. Early stopping rules that compare with finished jobs depend on such early
-ends. The policy chooses within the front, and within the rest.
+the front if there is one, otherwise a unit of another job. For jobs of equal length, among all rules that keep every
+device busy, this rule ends the first k jobs earliest, for every k. Early stopping rules that compare with finished jobs
+depend on such early ends. The policy chooses within the front, and within the rest.
 """
 
 import difflib
@@ -36,11 +34,11 @@ def check_admission(admission: object, known: Sequence[str] = ADMISSIONS) -> Non
     if admission not in known:
         *others, last = map(repr, known)
         expected = f"{', '.join(others)} or {last}"
-        raise ConfigError(f"admission must be {expected}, not {admission!r}{_did_you_mean(admission)}")
+        raise ConfigError(f"admission must be {expected}, not {admission!r}{_did_you_mean(admission, known)}")
 
 
-def _did_you_mean(admission: object) -> str:
-    close = difflib.get_close_matches(admission.lower(), ADMISSIONS, n=1) if isinstance(admission, str) else []
+def _did_you_mean(admission: object, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(admission.lower(), known, n=1) if isinstance(admission, str) else []
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -3,7 +3,7 @@
 `PoolRecorder` (`pool/runtime/recorder.py`) keeps a `SchedulerDecision` of each call while a pool records, and
 `simulate/recorded/recording.py` writes and reads the decisions as a file's data. `simulate/recorded/replay.py` compares
 the decisions with a new schedule, and notes the new schedule's decisions. `benchmarks/replay.py` checks by `decide_again`
-that equal events give equal commands. The module must import no torch and read no clock: the caller gives the time.
+that equal events give equal commands.
 """
 
 from collections.abc import Iterable, Mapping
@@ -59,12 +59,6 @@ def decide_again(
     decisions: Iterable[SchedulerDecision], policy: Policy, *, max_concurrent: int, admission: str = "eager"
 ) -> list[SchedulerDecision]:
     """Replay the events of a scheduler on a new scheduler.
-
-    Args:
-        decisions: decisions of the original scheduler.
-        policy: the same policy, or another.
-        max_concurrent: the original value.
-        admission: the original value.
 
     Returns:
         The new decisions: exactly the same if the policy is the same.

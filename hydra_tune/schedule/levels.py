@@ -3,7 +3,7 @@
 `Scheduler` (`machine.py`) asks the highest level for a job for each idle device; `NextJobPredictor` (`ahead.py`) keeps
 separate levels for predictions. `SchedulerState` (`state.py`) adds and removes the views of the scheduler's levels; a view
 leaves the level that it entered, so a change of level is a removal before the change and an addition after the change. The
-module must not know torch, a clock or threads, and has no lock.
+module has no lock.
 """
 
 from bisect import bisect_left, insort

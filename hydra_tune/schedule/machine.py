@@ -1,15 +1,14 @@
 """`Scheduler`: events in, commands out.
 
-A pure state machine: no threads, no clock, no tensors, no waiting. A driver calls `handle` as events happen and carries
-out the commands: a pool (`pool/runtime/dispatcher.py`), a forecast (`pool/dry_run/executor.py`), a simulation
+A pure state machine: no threads, no clock, no tensors. A driver calls `handle` as events happen and carries out the
+commands: a pool (`pool/runtime/dispatcher.py`), a forecast (`pool/dry_run/executor.py`), a simulation
 (`simulate/engine/simulator.py`) or a replay (`simulate/recorded/replay.py`). Equal events give equal commands.
 
 Guarantees:
 
-* Each unit runs once; a unit lost with its device runs again.
+* No unit runs twice, except a unit lost with its device.
 * A job without a running unit gets a device for the first of its ready units. The job's other ready units are
-  *offered*: a device takes an offer only if no job without a running unit could use the device. So no job waits because
-  another job has several units.
+  *offered*: a device takes an offer only if no job without a running unit could use the device.
 * An idle device with a possible unit gets a unit in the very call that makes the unit possible, the fastest device
   first. A unit meant for an idle device (`near`) goes there. No unit waits for its preferred device while another
   device is free.
@@ -20,8 +19,7 @@ Guarantees:
   could use the device.
 * When a job is admitted, resumed or unpaused, changes its priority, or loses its unit with a device, and then waits
   because every device is busy, the scheduler asks one burst, of a job of no higher priority, to end after its present
-  step, if there is such a burst: the burst whose job has the least time left, among the jobs of the lowest priority. A
-  job that waits after the end of its own unit asks for nothing.
+  step, if there is such a burst: the burst whose job has the least time left, among the jobs of the lowest priority.
 * A job that is stopped, or has a failed unit, gets no further unit, and is released once none of its units runs.
 * A paused job gets no further unit until unpaused, and takes no slot once nothing of the job is under way.
 * The scheduler keeps nothing of a job that is over.
@@ -96,9 +94,6 @@ class Scheduler:
 
         Events are taken in order; the scheduler decides once, after the last event. Either all events are taken or
         none.
-
-        Args:
-            *events: events since the last call.
 
         Returns:
             Commands in this order: memory to give back, units to run, bursts to end, jobs to prepare.

@@ -51,10 +51,7 @@ class JobTimeEstimate:
     def finish(self, predicted_seconds: float, measured_seconds: float, remaining_seconds: float | None) -> None:
         """Account for a finished unit.
 
-        Args:
-            predicted_seconds: predicted time of the unit.
-            measured_seconds: measured time of the unit.
-            remaining_seconds: a new prediction of the remaining time, or None to correct the last prediction.
+        Without `remaining_seconds`, the estimate corrects the last prediction.
         """
         self.done_seconds += measured_seconds
         if remaining_seconds is not None:
@@ -73,7 +70,7 @@ class JobTimeEstimate:
 
 
 class JobPhase(StrEnum):
-    """Phase of a job's life. A job that is over has no phase: the scheduler has forgotten the job."""
+    """Phase of a job's life. A job that is over has no phase."""
 
     QUEUED = "queued"
     """Submitted; holds nothing."""
@@ -100,7 +97,7 @@ class JobRecord:
         staggered: whether the job was submitted as staggered.
         phase: present phase.
         stopped: whether the job ends with its present work; only while preparing or running.
-        paused: whether the user holds the job back; takes effect once nothing of the job is under way.
+        paused: whether the user holds the job back.
         ready: units that are ready or held back, in the order of execution; while other units of the job run, ready
             units are offered to otherwise idle devices.
         running: the running unit by device.

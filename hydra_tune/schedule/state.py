@@ -4,8 +4,7 @@
 events are accepted. The module must not judge whether an event is allowed, nor choose a unit.
 
 `put`, `drop`, `put_device` and `drop_device` also update everything derived from the records: the queue, the idle
-devices, the slots taken, and the policy's views. A record that was changed and not put leaves these out of date.
-`tests/support/schedule_invariants.py` recomputes each derived table.
+devices, the slots taken, and the policy's views. `tests/support/schedule_invariants.py` recomputes each derived table.
 """
 
 from bisect import bisect_left, insort
@@ -62,11 +61,11 @@ class SchedulerState:
     _queue: list[tuple[int, int, str]] = field(default_factory=list)  # a heap with lazy removal, at the top
 
     def find(self, job: str) -> JobRecord | None:
-        """Return a job's record. To change a job, change the record and `put` it."""
+        """Return a job's record."""
         return self.jobs.get(job)
 
     def find_device(self, device: str) -> DeviceRecord | None:
-        """Return a device's record. To change a device, change the record and `put_device` it."""
+        """Return a device's record."""
         return self.devices.get(device)
 
     def all_jobs(self) -> list[JobRecord]:
@@ -269,9 +268,6 @@ class SchedulerStateDraft:
 
     Behaves like the state, which stays unchanged until `commit`. Records are copied on first access, so a draft costs
     O(records touched), not O(jobs).
-
-    Args:
-        state: the state.
     """
 
     def __init__(self, state: SchedulerState) -> None:

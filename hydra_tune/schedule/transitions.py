@@ -39,10 +39,6 @@ class ImpossibleEventError(Exception):
 def apply(tables: Tables, event: Event) -> str | None:
     """Apply an event to the state.
 
-    Args:
-        tables: the state, changed in place.
-        event: the event.
-
     Returns:
         The job that ends with this event, already forgotten, if any.
 

@@ -28,15 +28,7 @@ _SAME = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitPlacement:
-    """One unit in a schedule.
-
-    Args:
-        chain: name of the unit's chain.
-        index: place in the chain, from 0.
-        device: number of the device, from 0.
-        start_seconds: start of the unit.
-        seconds: duration of the unit.
-    """
+    """One unit in a schedule; `index` is its place in its chain, from 0, and `device` the device's number, from 0."""
 
     chain: str
     index: int
@@ -126,11 +118,7 @@ def optimal_schedule(
 
 
 def check_chains(chains: Mapping[str, Sequence[float]], num_devices: int) -> None:
-    """Refuse an invalid instance.
-
-    Raises:
-        ConfigError: a duration that is not a positive number, or fewer than 1 device.
-    """
+    """Raise `ConfigError` for a duration that is not a positive number, or fewer than 1 device."""
     if num_devices < 1:
         raise ConfigError(f"num_devices must be at least 1, not {num_devices}")
     for name, chain in chains.items():
@@ -167,13 +155,8 @@ def timed(
     With the order of starts of some schedule, no unit starts later than in the schedule: at the unit's turn, at most
     `num_devices - 1` of the earlier units are still running, so the device that is free first is free in time.
 
-    Args:
-        chains: durations in seconds.
-        num_devices: devices.
-        order: for each chain and index, a number; lower numbers come first, and at ties the unit earlier in its chain.
-
-    Returns:
-        Every unit, by start.
+    `order` has a number for each chain and index: lower numbers come first, and at ties the unit earlier in its chain. The
+    units are returned by start.
     """
     devices = [(0.0, device) for device in range(num_devices)]
     chain_free = dict.fromkeys(chains, 0.0)

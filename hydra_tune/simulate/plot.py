@@ -15,13 +15,7 @@ _LANES = {"unit": GanttLane(top=-0.4, height=0.62), "load": GanttLane(top=0.3, h
 
 
 def plot_timeline(result: SimulationResult, path: Path) -> None:
-    """Draw the kept part of the timeline: a row for each device, a colour for each trial, loads as thin bars below.
-
-    The title has the figures of the whole simulation, and says which part the picture shows if not all.
-
-    Args:
-        result: simulated with a timeline.
-        path: the PNG file to write.
+    """Draw the kept part of the timeline as a PNG file: a row for each of the first 64 devices, loads as thin bars below.
 
     Raises:
         ConfigError: matplotlib is not installed, or the simulation kept no timeline.

@@ -143,9 +143,6 @@ def read_profile(path: Path) -> Scenario:
     Args:
         path: a JSON file; docs/reference/profile.md describes the format.
 
-    Returns:
-        The described scenario.
-
     Raises:
         ConfigError: not JSON, or not a profile; the message names the file and the place in the file.
     """
@@ -157,14 +154,7 @@ def read_profile(path: Path) -> Scenario:
 
 
 def parse_profile(content: Any, *, source: str) -> Scenario:
-    """Make a scenario of a profile's content.
-
-    Args:
-        content: the parsed JSON.
-        source: origin of the content, for messages.
-
-    Returns:
-        The described scenario.
+    """Make a scenario of a profile's content, the parsed JSON; `source` names the content in messages.
 
     Raises:
         ConfigError: not a profile; the message names the source and the place in the content.

@@ -17,13 +17,7 @@ _MOST_DEVICES = 32
 
 
 def print_result(console: Console, result: SimulationResult, best: BestSchedule | None = None) -> None:
-    """Print the first 32 devices, the totals and, if known, the makespan of the best schedule.
-
-    Args:
-        console: output console.
-        result: the finished simulation.
-        best: the best schedule of the same units, to compare with; None: not searched.
-    """
+    """Print the first 32 devices, the totals and, unless None, the makespan of the best schedule of the same units."""
     console.print()
     console.print(_device_table(result.devices[:_MOST_DEVICES]))
     if len(result.devices) > _MOST_DEVICES:
@@ -34,12 +28,7 @@ def print_result(console: Console, result: SimulationResult, best: BestSchedule 
 
 
 def print_replay(console: Console, played: ReplayComparison) -> None:
-    """Print a comparison of a recorded run with its simulation.
-
-    Args:
-        console: output console.
-        played: the run and the simulation.
-    """
+    """Print a comparison of a recorded run with its simulation."""
     num_commands, num_agreeing = len(played.recorded_orders), played.num_agreeing
     order = (
         f"all {num_commands} commands in the run's order"

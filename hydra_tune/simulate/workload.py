@@ -155,9 +155,6 @@ def equal_devices(
         num_nodes: number of machines.
         speeds: speeds, assigned in turn.
 
-    Returns:
-        The devices, `device0` first.
-
     Raises:
         ConfigError: no device, more nodes than devices, or too many devices.
     """

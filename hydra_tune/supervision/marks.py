@@ -3,7 +3,8 @@
 A worker (`pool/runtime/worker.py`), a preparer (`JobDispatcher.preparing` in `pool/runtime/dispatcher.py`), the thread of
 a user's loop (`train/own_loop/loop_trial.py`), the server of an isolated pool (`isolation/child.py`) and the objective of a
 sweep (`integrations/hydra_tune_optuna/sweep.py`) enter `at_work` while a trial's code runs, at the cost of three writes to
-memory. `supervise` (`supervisor.py`) reads the marks once the process has ended. A process without a supervisor writes nothing.
+memory. `pool/faults/retry.py` gives up where the GPUs are lost, and `cli/run/interrupt.py` counts signals. `supervise`
+(`supervisor.py`) reads the marks once the process has ended. A process without a supervisor writes nothing.
 
 Note: blame (`CrashHistory.note` in `supervisor.py`). A process that ends itself out of order may name the trial to blame
 (`give_up`). Else the trial to blame is the trial marked for the faulting thread, if the system has named the thread; or
@@ -48,9 +49,9 @@ def marked_as(name: str) -> str:
 
 
 class TrialMarkTable:
-    """Record written by a process and read by the supervisor afterwards; created by the supervisor before the fork.
+    """Record that a process writes and the supervisor reads, in shared memory made by the supervisor before the fork.
 
-    The memory is shared; suspects and turns belong to the writing process alone.
+    Suspects and turns belong to the writing process alone.
     """
 
     def __init__(self) -> None:

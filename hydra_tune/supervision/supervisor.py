@@ -5,7 +5,7 @@ With isolation, `hydra-tune sweep` (`cli/commands/sweep.py`) calls `supervise` b
 
 Note: fork. The process is a copy of the supervisor, with the program and all functions. The supervisor only waits, and
 runs no threads, so each copy is as sound as the first. `supervise` makes a new `TrialMarkTable` (`marks.py`) for each
-process, and reads the table after the process has ended. The module must not import torch: threads or CUDA begun in the
+process, and reads the marks after the process has ended. The module must not import torch: threads or CUDA begun in the
 supervisor would spoil every later copy.
 
 Note: signals. Ctrl-C in a terminal reaches both processes, `kill` only the supervisor, and some job systems signal all
@@ -59,7 +59,6 @@ class RestartContext:
     """Facts about earlier processes, given to a new process.
 
     Attributes:
-        crashes: number of earlier crashes.
         aside: trials that must not run any more, with the error for each.
         said: messages about the crashes.
         parent: process id of the supervisor.
@@ -85,15 +84,10 @@ class CrashHistory:
     blank: int = 0
 
     def note(self, marked: Mapping[int, str], how: str, dump: str) -> str:
-        """Record a crash.
+        """Record a crash, and return the message about the crash.
 
-        Args:
-            marked: the trials at work, by thread.
-            how: the way in which the process ended.
-            dump: the process's dump of the fault, if any.
-
-        Returns:
-            The message about the crash.
+        `marked` has the trials at work, by thread; `how` is the way in which the process ended, in words; `dump` is
+        faulthandler's, or empty.
         """
         self.crashes += 1
         self.blank = 0 if marked else self.blank + 1

@@ -42,11 +42,7 @@ def on_host(module: nn.Module) -> nn.Module:
 
 
 def build_optimizer(task: TrainTask, groups: Any) -> torch.optim.Optimizer:
-    """Build the task's optimizer.
-
-    Args:
-        task: task with the factory.
-        groups: parameters or parameter groups to train.
+    """Build the task's optimizer from the parameters or parameter groups to train.
 
     Raises:
         TaskError: the factory built another kind of object, or takes its argument for a module.

@@ -5,16 +5,18 @@ frozen vectors of an embedding in a dozen trials. `Trial` (`trial.py`) makes the
 `LoopTrial` (`own_loop/loop_trial.py`) once the loop has registered the module, and gives the claim up when the trial is
 closed.
 
-Note: a new claim may wait up to a minute for a trial that is ending. The wait leaves the capture gate, and holds no lock.
+Note: a new claim may wait up to a minute for each trial that is ending. The wait leaves the capture gate, and holds no lock.
 """
 
 import threading
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.capture_lock import GATE
@@ -22,6 +24,8 @@ from hydra_tune.shard.capture.capture_lock import GATE
 _LOCK = threading.Lock()
 # Weak: a claim that is never given up ends with its trial.
 _UNDER_WAY: "weakref.WeakSet[TrialClaim]" = weakref.WeakSet()
+# Trained parameters whose last values are gone with the memory of a trial without a result.
+_LOST: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _PATIENCE_SECONDS = 60.0  # for the end of another trial, which takes about a second for each GiB
 _REMEDY = "let model= build its own each time, e.g. with copy.deepcopy(...) or tensor.clone()"
 
@@ -40,7 +44,7 @@ class TrialClaim:
 
     Raises:
         TaskError: another trial under way trains the same module, one of its parameters, or a tensor underlying a
-            parameter.
+            parameter; or a trial that ended without a result has trained a parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -70,6 +74,12 @@ class TrialClaim:
         }
         # Check and entry under one lock: of two trials built at once, one must see the other.
         with _LOCK:
+            lost_name = next((name for name, parameter in module.named_parameters() if _is_lost(parameter)), None)
+            if lost_name is not None:
+                raise TaskError(
+                    f"parameter {lost_name!r} of the module that model= returned has lost its values with an earlier trial, "
+                    f"which was pruned, has failed, or was run for a plan; {_REMEDY}"
+                )
             for other in _UNDER_WAY:
                 try:
                     self._check(other)
@@ -121,6 +131,19 @@ class TrialClaim:
             _UNDER_WAY.discard(self)
             self.module, self.optimizer, self.storages = None, None, {}
         self._over.set()
+
+
+def note_lost(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse further trials of trained parameters whose last values have been given up, unless they get other memory."""
+    with _LOCK:
+        for parameter in parameters:
+            _LOST[parameter] = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _is_lost(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has the memory in which an earlier trial has left the parameter without values."""
+    # A weak reference keeps the address of the storage, so other memory has another address.
+    return parameter in _LOST and _LOST[parameter] == StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _has_memory(parameter: nn.Parameter) -> bool:

@@ -15,12 +15,7 @@ from hydra_tune.task import TrainTask, finished, reported_names
 
 
 class WeightedMean:
-    """Accumulates weighted values.
-
-    Args:
-        total: sum of the values so far, each times its weight.
-        weight: sum of the weights.
-    """
+    """Accumulates weighted values, from a sum of values times their weights, and a sum of weights."""
 
     def __init__(self, total: float = 0.0, weight: int = 0) -> None:
         self._total = total
@@ -51,9 +46,6 @@ class WeightedMean:
 
 class EvaluationResults:
     """Gathers the values of a validation pass: means over samples, or all values for `finish=`.
-
-    Args:
-        task: the task, which decides what becomes of the values.
 
     Attributes:
         nbytes: host memory of the tensors gathered, in bytes.

@@ -146,11 +146,8 @@ class OwnCodeTrial(Trial):
     def _on_device(self, begun: float) -> Generator[Said, None, float]:
         """Get a device: the one of the last step may be gone since the loader looked for a next batch.
 
-        Args:
-            begun: start of the present step, by the clock of `time.perf_counter`.
-
         Returns:
-            The start of the step, without a wait for a device.
+            The start of the step by `time.perf_counter`: `begun`, or now, after a wait for a device.
         """
         if self._has_device:
             return begun

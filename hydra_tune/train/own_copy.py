@@ -6,13 +6,12 @@ The integrations of the Trainer and of Lightning (`integrations/hydra_tune_trans
 stays as it was, and every trial begins there.
 """
 
-import copy
 from typing import TypeVar
 
 from torch import nn
 
 from hydra_tune.errors import TaskError
-from hydra_tune.shard.capture.step_capture import named_state
+from hydra_tune.shard.capture.step_capture import copied_model, named_state
 
 # On the tensor, because an identity may be that of another object by now, and a pickled tensor keeps its attributes.
 _MARK = "_hydra_tune_seen"
@@ -28,9 +27,7 @@ def mark_seen(module: nn.Module) -> None:
 def own_copy(module: _Module, *, is_own: bool = False) -> _Module:
     """Return the module, or a copy of a module that has a marked tensor; frozen parameters stay shared.
 
-    Args:
-        module: the module.
-        is_own: whether the module is the trial's own apart from frozen parameters, which may have been thawed since.
+    `is_own` tells whether the module is the trial's own apart from frozen parameters, which may have been thawed since.
 
     Raises:
         TaskError: a parameter that would be copied has hooks, which a copy would lack.
@@ -46,9 +43,10 @@ def own_copy(module: _Module, *, is_own: bool = False) -> _Module:
                 f"parameter {name!r} has a hook (register_hook), and each trial copies a model with ready-made parts without "
                 "hooks; build all parts anew in the function that makes the model"
             )
-    copied = copy.deepcopy(module, frozen)
-    for buffer in copied.buffers():  # a copy of a buffer has its attributes
-        vars(buffer).pop(_MARK, None)
+    copied = copied_model(module, {**frozen})
+    for _, tensor in named_state(copied):
+        if id(tensor) not in frozen:
+            vars(tensor).pop(_MARK, None)
     return copied
 
 

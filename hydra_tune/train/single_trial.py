@@ -59,16 +59,14 @@ class _StoppedEarly(Exception):  # noqa: N818 - no error: the way out of the loo
 class SingleTrial(OwnCodeTrial):
     """A trial with a training loop of its own."""
 
-    _latest: tuple[CachedPlan, Any] | None = None  # the plan and the batch of the latest captured step
+    _latest: tuple[CachedPlan, Any] | None = None  # the plan and the data of the latest batch or piece
     _comparisons: StepComparisons | None = None
 
     def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[CachedPlan, batches.BatchLeaves]:
         """Build the model, draw the first batch and make its plan, without running a unit.
 
-        A forecast (`pool/dry_run/report.py`) inspects the plan and closes the trial; `advance` must not follow.
-
-        Args:
-            building: context manager entered around the task's factories.
+        A forecast (`pool/dry_run/report.py`) inspects the plan and closes the trial; `advance` must not follow. The task's
+        factories run in the context `building`.
 
         Returns:
             The plan, and the leaves of the batch or of its first piece.
@@ -387,10 +385,10 @@ class SingleTrial(OwnCodeTrial):
         self._check_stop()
 
     def _check_captured_step(self) -> None:
-        """Compare the latest step's plan with the eager step, as often as takes a hundredth of the trial's time.
+        """Compare the latest captured plan with the eager step, within a hundredth of the trial's time.
 
         Raises:
-            CaptureError: the plan gives other numbers than the eager step.
+            TaskError: the plan gives other numbers than the eager step.
         """
         latest, self._latest = self._latest, None
         if latest is None or self.module is None or latest[0].plan.eager:

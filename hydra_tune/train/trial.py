@@ -2,19 +2,19 @@
 
 A trial is built from its task, restored from a checkpoint, saved between two steps, and closed at its end. Its training
 is a generator that yields wherever a unit is due. The pool runs the unit on a device of its choice and then resumes the
-generator. A trial knows nothing of other trials or of the schedule.
+generator. The module must not know the schedule.
 
 `JobPreparer` (`pool/runtime/preparer.py`) makes a trial. `JobState` (`pool/runtime/job_state.py`) advances the trial to its
 first unit and, on a worker's thread, after each unit, and closes the trial. `SingleTrial` (`single_trial.py`), `LoopTrial`
 (`own_loop/loop_trial.py`), `GroupTrial` (`fusion/group/group_trial.py`) and `PairTrial` (`fusion/runtime/pair_trial.py`)
 derive from `Trial`.
 
-Note: threads. Any thread may call `advance`, `snapshot` and `close`, but never two threads at once. Beside
-the figures, only `leave_device`, `end_lease`, and `close` after a loader's timeout may be called while another thread is in
-the trial's program.
+Note: threads. Any thread may call `advance`, `snapshot` and `close`, but never two threads at once. While another thread is
+in the trial's program, a thread may read the figures and call `leave_device`, `end_lease`, and `close` after a loader's
+timeout.
 
-Note: the user's code runs inside `_own_code` alone, so that its draws come from the trial's streams, and no capture runs
-meanwhile. `close` gives the claim on the module up last, once the state is home.
+Note: outside of units, bursts and captures, the user's code runs inside `_own_code`, so that its draws come from the
+trial's streams, and no capture runs meanwhile. `close` gives the claim on the module up once the state is home.
 """
 
 import threading
@@ -96,8 +96,6 @@ class Trial(TrialFigures):
     """A training run under way; each subclass defines the training loop in `_train`, or an `advance` of its own.
 
     Args:
-        task: task to train.
-        library: source of plans.
         device: any device of the pool, for host memory.
         helpers: asked before a step whose batches may run side by side; None: no device could help.
         host: counts host copies and sends some to disk; None: the host has room for all.
@@ -228,11 +226,7 @@ class Trial(TrialFigures):
         return False
 
     def close(self, *, keep: bool) -> None:
-        """End the trial: drop the values of the step, and bring the state home or drop the state too.
-
-        Args:
-            keep: whether the state is brought home as the trial's result; otherwise the state is dropped.
-        """
+        """End the trial: drop the values of the step, and bring the state home as a result (`keep`) or drop the state."""
         try:
             if self.clock.is_abandoned:
                 # The program hangs in the loader on another thread, so closing the generator here is impossible.
@@ -449,11 +443,7 @@ class Trial(TrialFigures):
         return self._place is not None
 
     def _draw(self, mode: str, skip: SkippedBatches | None = None) -> Generator[Any, None, None]:
-        """Draw the batches of one pass, each with the trial's own streams and not before the batch, or its step, is needed.
-
-        Args:
-            mode: "train" or "evaluate".
-            skip: batches of the pass to skip.
+        """Draw the batches of one pass ("train" or "evaluate"), not before the batch, or its step, is needed.
 
         Returns:
             The batches; where the step or the default evaluation gets a sum of weights, pairs from `weighed`.

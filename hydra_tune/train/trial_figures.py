@@ -2,8 +2,8 @@
 
 `Trial` (`trial.py`) derives from `TrialFigures`, and keeps the figures up to date. `Worker` (`pool/runtime/worker.py`)
 records each unit with `finished` and sends the remaining time to the scheduler; `pool/devices/host_admission.py` reads the
-host memory, and `pool/views/job_views.py` the time left. Only `finished` takes a lock: several workers may call `finished` at
-once, and all other figures may be a unit old.
+host memory, and `pool/views/job_views.py` the time left. Only `finished` takes a lock, because several workers may call
+`finished` at once.
 """
 
 import threading
@@ -19,11 +19,7 @@ from hydra_tune.train.timing.unit_times import TrialProgressCounts, UnitTimes
 
 
 class TrialFigures:
-    """The figures of a trial.
-
-    Args:
-        task: task to train.
-    """
+    """The figures of a trial."""
 
     def __init__(self, task: TrainTask) -> None:
         self.task = task
@@ -58,7 +54,7 @@ class TrialFigures:
 
     @property
     def activations(self) -> tuple[str, ...]:
-        """How the activations of each shard but the last are handled until the backward; empty before the first step."""
+        """How the activations of each shard but the last are handled until the backward; empty before there is a state."""
         state = self.state
         return () if state is None else tuple(state.activations_of(shard) for shard in state.layout.plan.shards[:-1])
 

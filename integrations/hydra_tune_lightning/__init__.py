@@ -1,7 +1,7 @@
 """A `LightningModule` in a shared pool: `task_from_lightning(make_module, ...)` describes its training as a `TrainTask`.
 
 The pool reproduces the numbers of `Trainer.fit()` on a CPU to the last bit, also for a model cut into shards. The package
-refuses a module that the pool would not train exactly, with every reason and remedy. `save_checkpoint` writes a trained
+refuses a module that the pool would not train exactly, with reasons and remedies. `save_checkpoint` writes a trained
 module to a file.
 
 The package must not know shards or devices. Read `task` first, which maps each part of a training to an argument of the

@@ -73,11 +73,7 @@ def warn_not_written(name: str) -> None:
 
 @dataclass(frozen=True)
 class CallbackStop:
-    """Ends a training as `EarlyStopping` does, by the callback's own code.
-
-    Args:
-        callbacks: the callbacks, as new.
-    """
+    """Ends a training as `EarlyStopping` does, by the own code of new callbacks."""
 
     callbacks: tuple[stock.EarlyStopping, ...]
 
@@ -127,11 +123,7 @@ class Callbacks:
 
     @classmethod
     def of(cls, given: Any, train_logs: Sequence[str]) -> "Callbacks":
-        """Take callbacks over, and warn of callbacks that write files.
-
-        Args:
-            given: `callbacks` of the `Trainer`.
-            train_logs: names of reported values of the training.
+        """Take the `callbacks` of a `Trainer` over, and warn of callbacks that write files.
 
         Raises:
             RefusedModuleError: the pool would not call a callback, or a callback monitors a value missing from reports.

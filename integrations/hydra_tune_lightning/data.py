@@ -1,11 +1,10 @@
 """The loaders of a training: from arguments, a datamodule or the module itself.
 
-The pool draws from copies of a `DataLoader`, so the loader itself is the task's data. Only if a step reads `batch_idx`, a
+The pool draws from copies of a `DataLoader`, so the loader itself is the task's data. If a step reads `batch_idx`, a
 `NumberedLoader` gives each batch with a number. Otherwise a loader with a generator becomes a `LimitedLoader`. `task.py`
 asks for the loaders.
 
-Note: the user's loader must stay unchanged: the classes here are given to a shallow copy. The module must not know shards or
-devices.
+Note: the user's loader must stay unchanged: the classes here are given to a shallow copy.
 """
 
 import copy

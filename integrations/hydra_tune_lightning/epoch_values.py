@@ -6,7 +6,7 @@ metric itself would have done. `StepLogs` collects the logged values of a batch.
 `train_logs.py` (the values of `training_step`) and `validation_end.py` use the rest, and `refusals.py` asks for
 `metric_refusals`.
 
-Note: bits. Values are added one after another, in Lightning's order and types; a sum by `Tensor.sum()` has other last bits.
+Note: bits. Values are added one after another, in Lightning's order and types.
 """
 
 import copy
@@ -41,7 +41,6 @@ class LoggedValue:
     Args:
         kind: `"mean"`, `"sum"`, `"min"`, `"max"`, `"metric"` for a metric of torchmetrics, or `"last"` for the value of
             the last step.
-        name: the name.
         is_forked: whether the value is also reported as `<name>_epoch`, because the module logs the value on each step as well.
     """
 
@@ -276,12 +275,7 @@ def put_states(metric: Metric, states: Mapping[str, Tensor]) -> bool:
 
 
 def metric_value(metric: Metric, name: str, states: Mapping[str, Tensor]) -> Tensor:
-    """Compute a metric from the states of all batches.
-
-    Args:
-        metric: the metric as new.
-        name: the logged name of the metric.
-        states: the states of all batches, concatenated, by name.
+    """Compute a new metric, logged as `name`, from the states of all batches, concatenated.
 
     Raises:
         MetricError: the metric computes no number.

@@ -1,7 +1,7 @@
 """Errors that only the integration with Lightning raises.
 
 `task_from_lightning` (`task.py`, with `callbacks.py`, `options.py`, `data.py` and `optimizer.py`) raises
-`RefusedModuleError`; people import the class from `hydra_tune_lightning`.
+`RefusedModuleError`, and so may the task's factories in a trial; people import the class from `hydra_tune_lightning`.
 """
 
 from collections.abc import Sequence

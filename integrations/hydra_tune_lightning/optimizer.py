@@ -42,13 +42,7 @@ class ConfiguredOptimizer:
     def of(
         cls, module: LightningModule, options: TrainerOptions, batches: int, datamodule: Any
     ) -> "ConfiguredOptimizer":
-        """Ask a module.
-
-        Args:
-            module: the module, ready to train.
-            options: options of the `Trainer`.
-            batches: batches of an epoch.
-            datamodule: the datamodule; None: there is none.
+        """Ask a module that is ready to train; an epoch has `batches` batches.
 
         Raises:
             RefusedModuleError: several optimizers or schedulers, or none.
@@ -96,13 +90,7 @@ class _ParameterGroups(list[Any]):
 
 @dataclass(frozen=True)
 class ConfigureModule:
-    """Asks a trial's module for its optimizer, and returns the parameter groups.
-
-    Args:
-        options: options of the `Trainer`.
-        batches: batches of an epoch.
-        datamodule: the datamodule; None: there is none.
-    """
+    """Asks a trial's module for its optimizer, and returns the parameter groups."""
 
     options: TrainerOptions
     batches: int

@@ -126,12 +126,7 @@ def does_nothing(method: Any) -> bool:
 
 
 def overridden(value: object, stock: type) -> Iterator[tuple[str, str]]:
-    """Iterate over the public methods of a stock class that an object overrides, with the overriding class.
-
-    Args:
-        value: the object.
-        stock: its class in Lightning.
-    """
+    """Iterate over the public methods of a class of Lightning that an object overrides, with the overriding class."""
     hooks = {
         name
         for kind in stock.__mro__

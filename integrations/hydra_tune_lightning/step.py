@@ -1,26 +1,26 @@
 """The `training_step` and the `validation_step` of a `LightningModule`, as functions of a task.
 
-Both hold only options, flags and names, so that a trial cut into shards has little to compare before each step, and trials
-with equal steps may be fused. `epoch_values.py` makes metrics of the values logged by a validation, and `train_logs.py`
-keeps the values logged by a training. `task.py` makes the functions. The pool and `hydra_tune.train_plain` call
-`LightningStep` for the batches of a training, and `LightningEvaluation` for the batches of a validation; where there is no
-validation, `LogsAlone` takes the place of `LightningEvaluation`.
+Both hold only options, flags, names and a number, so that a trial cut into shards has little to compare before each step,
+and trials with equal steps may be fused. `epoch_values.py` makes metrics of the values logged by a validation, and
+`train_logs.py` keeps the values logged by a training. `task.py` makes the functions. The pool and `hydra_tune.train_plain`
+call `LightningStep` for the batches of a training, and `LightningEvaluation` for the batches of a validation. Where there is
+no validation, `LogsAlone` reports the `train_logs`.
 
-Note: a captured step runs this code at its capture alone, and not for each batch. So a step must not count batches in
-Python; `TrainLogs` counts in a tensor.
+Note: a captured step does not run this code for each batch. So a step must not count batches in Python; `TrainLogs` counts
+in a tensor.
 """
 
 import dis
 import inspect
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hydra_tune.errors import MetricError, TaskError
 from hydra_tune_lightning.epoch_values import LoggedValue, StepLogs, new_metrics, states_of
@@ -29,8 +29,8 @@ from hydra_tune_lightning.train_logs import TrainLogs
 from hydra_tune_lightning.trainer_stand_in import standing_in
 from hydra_tune_lightning.validation_end import appended
 
-# By the class of the module, the metrics that steps of training have updated: a step that is cut runs on a twin.
-_TRAINED_METRICS: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
+# By task, the metrics that steps of training have updated: a step that is cut runs on a twin.
+_TRAINED_METRICS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
@@ -75,17 +75,31 @@ def _loaded(code: Any) -> set[str]:
     return loaded
 
 
+class TaskIdentity:
+    """Tells the steps of one task from those of others, and equals all others, so that steps of two tasks may be fused."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TaskIdentity)
+
+    def __hash__(self) -> int:
+        return hash(TaskIdentity)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
 @dataclass(frozen=True, kw_only=True)
 class _ModuleStep:
     """The arguments for a step of a module.
 
     Args:
-        options: options of the `Trainer`.
+        task: identity of the task, the same object in all steps of the task.
         is_numbered: whether batches come with their numbers.
         takes_number: whether the method takes a number.
         logs: keeps values that `training_step` logs; None: none are kept.
     """
 
+    task: TaskIdentity
     options: TrainerOptions
     is_numbered: bool
     takes_number: bool
@@ -118,7 +132,7 @@ class LightningStep(_ModuleStep):
             # Within the block, because the end of the block takes the states of this batch away.
             if self.logs is not None:
                 self.logs.add(module, logged, metrics)
-            trained = _TRAINED_METRICS.setdefault(type(module), set())
+            trained = _TRAINED_METRICS.setdefault(self.task, set())  # type: ignore[no-untyped-call]
             trained.update(name for name, metric in metrics.items() if metric.update_count)
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None:
@@ -152,7 +166,8 @@ class LightningEvaluation(_ModuleStep):
             places: dict[str, list[LoggedValue]] = {name: [] for name in metrics if metrics[name].update_count}
             places |= logged.metrics
             read = places if self.has_end else logged.metrics
-            shared = sorted(_TRAINED_METRICS.get(type(module), set()).intersection(read))
+            trained = _TRAINED_METRICS.get(self.task, set())  # type: ignore[no-untyped-call]
+            shared = sorted(trained.intersection(read))
             if shared:
                 raise MetricError(
                     f"training_step and validation_step share the metric {shared[0]!r}, whose states Lightning mixes; make two "
@@ -165,11 +180,7 @@ class LightningEvaluation(_ModuleStep):
 
 @dataclass(frozen=True)
 class LogsAlone:
-    """Evaluates nothing, where there is no validation, and reports the logged values of the training.
-
-    Args:
-        logs: keeps the values.
-    """
+    """Evaluates nothing, where there is no validation, and reports the logged values of the training."""
 
     logs: TrainLogs
 

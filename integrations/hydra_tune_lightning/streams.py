@@ -1,4 +1,4 @@
-"""The random streams of the process: torch's, numpy's and Python's, as one value.
+"""The random streams of the calling thread: torch's, numpy's and Python's, as one value.
 
 `task.py` reads a module and its data from the streams of the task's seed (`seeded`), and notes and restores positions for
 each trial's module. `data.py` compares positions, to refuse a method that draws.
@@ -46,8 +46,5 @@ class StreamState:
 
 
 def seeded(seed: int) -> AbstractContextManager[None]:
-    """Return a context in which this thread draws from streams that begin at a seed, as after `seed_everything`.
-
-    Trials may run in other threads meanwhile, and threads of the user's may draw.
-    """
+    """Return a context in which this thread draws from streams that begin at a seed, as after `seed_everything`."""
     return RandomStreams(seed).everything()

@@ -7,8 +7,8 @@ this module refuse the rest. People import `task_from_lightning` and `save_check
 `hydra_tune_lightning`.
 
 Note: order and streams. A trial's module is built, prepared and set up in Lightning's order, from the position of the
-random streams that Lightning would have; a draw more or less changes every number. `_ModuleFactory` runs in threads of
-the pool, and must leave the objects of other trials alone. The package must not know shards or devices.
+random streams that Lightning would have; a draw more or less changes numbers. `_ModuleFactory` runs in threads of the
+pool, and must leave the objects of other trials alone.
 """
 
 import copy
@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hydra_tune import TrainTask
 from hydra_tune.train.own_copy import mark_seen, own_copy
@@ -37,6 +38,7 @@ from hydra_tune_lightning.step import (
     LightningEvaluation,
     LightningStep,
     LogsAlone,
+    TaskIdentity,
     one_batch,
     reads_number,
     takes_number,
@@ -50,6 +52,8 @@ TRIED = ("2.4", "2.5", "2.6")
 """Versions of Lightning with which the numbers have been compared."""
 
 _LOGGER = logging.getLogger(__name__)
+# Weak, and by identity: a copy of a trial's module begins another trial.
+_SEEN_MODULES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def task_from_lightning(
@@ -86,8 +90,8 @@ def task_from_lightning(
         The task. Change settings that a `Trainer` does not have with `dataclasses.replace(task, activations=...)`.
 
     Raises:
-        RefusedModuleError: the module, its data or an option would not be trained exactly; all reasons are named.
-        TaskError: an option that `Trainer` does not have.
+        RefusedModuleError: the module, its data or an option would not be trained exactly; the message has the reasons.
+        TaskError: an option that `Trainer` does not have, or no `max_epochs`.
     """
     train_logs = (train_logs,) if isinstance(train_logs, str) else tuple(train_logs)
     callbacks = Callbacks.of(trainer_options.pop("callbacks", None), train_logs)
@@ -150,11 +154,11 @@ def _warn_of_version() -> None:
 def _built(make_module: Callable[[], Any]) -> LightningModule:
     module = make_module()
     if isinstance(module, LightningModule):
-        if vars(module).setdefault("_is_in_a_trial", False):
+        if module in _SEEN_MODULES:
             raise RefusedModuleError(
                 ["make_module returned a module that a trial has had: build a new one at each call"]
             )
-        vars(module)["_is_in_a_trial"] = True
+        _SEEN_MODULES[module] = True
         return module
     kind = type(module)
     name = f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
@@ -170,9 +174,6 @@ class _ModuleFactory:
     """Builds a trial's module, ready to train.
 
     Args:
-        make_module: the function.
-        options: options of the `Trainer`.
-        datamodule: the datamodule; None: there is none.
         streams: position of the random streams when a module is set up, after the datamodule.
         start: position of the streams when a module is built; None: the trial's own.
         logs: keeps values that `training_step` logs; None: none are kept.
@@ -243,7 +244,8 @@ def _task_of(
     batches = len(train)
     configured = ConfiguredOptimizer.of(module, options, batches, factory.datamodule)
     logs = TrainLogs(train_logs, batches) if train_logs else None
-    evaluation = _evaluation(module, options, sources[1], logs)
+    identity = TaskIdentity()
+    evaluation = _evaluation(module, options, sources[1], logs, identity)
     reasons = [*module_refusals(module), *configured.refusals()]
     config, watched = configured.config, callbacks.watched
     if config is not None and config.reduce_on_plateau:
@@ -265,6 +267,7 @@ def _task_of(
         scheduler_interval="epoch" if config is None else config.interval,
         train=train,
         step=LightningStep(
+            task=identity,
             options=options,
             is_numbered=is_numbered,
             takes_number=takes_number(module.training_step),
@@ -284,7 +287,7 @@ def _task_of(
 
 
 def _evaluation(
-    module: LightningModule, options: TrainerOptions, source: Any, logs: TrainLogs | None
+    module: LightningModule, options: TrainerOptions, source: Any, logs: TrainLogs | None, identity: TaskIdentity
 ) -> dict[str, Any]:
     """Return the arguments of the task that describe a validation; empty without one, and without `train_logs`."""
     is_numbered = reads_number(module.validation_step)
@@ -304,6 +307,7 @@ def _evaluation(
         reason = f"num_sanity_val_steps={options.num_sanity_val_steps} draws from the generator of val_dataloader"
         raise RefusedModuleError([f"{reason}: give num_sanity_val_steps=0, or no generator"])
     evaluate = LightningEvaluation(
+        task=identity,
         options=options,
         is_numbered=is_numbered,
         takes_number=takes_number(module.validation_step),

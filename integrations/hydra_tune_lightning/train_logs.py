@@ -1,4 +1,4 @@
-"""The logged values of `training_step`, kept in tensors of the module, so that a model cut into shards keeps the values too.
+"""The logged values of `training_step`, kept in buffers of the module, so that a model cut into shards keeps the values too.
 
 `TrainLogs` gives a module a table with a row for each name, and room for the states of its metrics. Each step adds its
 values, by the operations of Lightning's collection of results; the first step of an epoch begins anew. An evaluation reads
@@ -58,13 +58,7 @@ class TrainLogs:
 
     @torch.no_grad()
     def add(self, module: nn.Module, logged: StepLogs, metrics: Mapping[str, Metric]) -> None:
-        """Add the values of a step.
-
-        Args:
-            module: the module.
-            logged: values and metrics that the step has logged.
-            metrics: the module's metrics by name, with the states of the batch.
-        """
+        """Add the values that a step has logged; the `metrics` of the module have the states of the batch."""
         table = module.get_buffer(_BUFFER)
         is_first = table[-1, 0].remainder(self.batches) == 0
         rows = {name: torch.where(is_first, 0.0, table[index]) for index, name in enumerate(self.names)}
@@ -110,11 +104,7 @@ class TrainLogs:
         return {_KEY + name: module.get_buffer(name).reshape(-1) for name in names}
 
     def values(self, collected: Mapping[str, Tensor], metrics: Mapping[str, Metric]) -> dict[str, float]:
-        """Return the values of the epoch by the names that the module has logged.
-
-        Args:
-            collected: values of an evaluation; each batch has the same of the training.
-            metrics: the module's metrics by name, as new.
+        """Return the values of the epoch by logged name, from the values of an evaluation and the new metrics.
 
         Raises:
             MetricError: a name has not been logged.

@@ -3,7 +3,7 @@
 The stand-in has the attributes whose values are right in every trial. Any other attribute is refused by name: a
 `self.current_epoch` without a trainer would be 0 for ever. `standing_in` attaches the stand-in while code of the module
 runs, because copies of a `LightningModule` lose their trainer. `task.py`, `step.py`, `optimizer.py` and `validation_end.py`
-enter `standing_in` around each method of the module.
+enter `standing_in` around the hooks of the module.
 
 Note: after the block the module must be as before, or a checkpoint and a comparison of steps would see the trainer.
 """
@@ -45,12 +45,7 @@ _SAVED = ("_trainer", "_current_fx_name", "_metric_attributes", "_device")
 
 
 class TrainerStandIn:
-    """Answers questions for attributes, and refuses attributes unknown to the pool.
-
-    Args:
-        path: the object that the stand-in stands for, in words of the module's code.
-        attributes: attributes by name.
-    """
+    """Answers questions for attributes, and refuses other attributes of `path`, in words of the module's code."""
 
     def __init__(self, path: str, **attributes: Any) -> None:
         vars(self).update(attributes, _path=path)
@@ -102,9 +97,9 @@ def standing_in(
     Args:
         module: the module whose code is going to run.
         options: options of the `Trainer`.
-        hook: name of the method that runs, as `self.log` asks for it.
+        hook: name of the method that runs.
         results: object whose `log` gets the values of `self.log`.
-        attributes: further attributes of the stand-in.
+        **attributes: further attributes of the stand-in.
     """
     trainer = stand_in(
         options,

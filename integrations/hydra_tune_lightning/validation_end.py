@@ -3,7 +3,7 @@
 A metric that `validation_step` updates has its states of all batches there, and a list its items of all batches: each
 batch gives the appended items (`appended`), and `ValidationEnd` puts the batches together again. A value kept by the hook
 for the next epoch is an error, because each call gets a new copy. `step.py` enters `appended` around `validation_step`, and
-`task.py` makes the `ValidationEnd` that `EpochValues` (`epoch_values.py`) calls. The module must not know shards or devices.
+`task.py` makes the `ValidationEnd` that `EpochValues` (`epoch_values.py`) calls.
 
 Note: trials share the copy in `ValidationEnd.module`, from several threads, so no call may change the shared copy.
 """
@@ -81,9 +81,7 @@ def appended(module: nn.Module, *, is_wanted: bool) -> Iterator[dict[str, Tensor
 
     The dict also names other attributes that the step has changed, and the lengths of lists before, for the hook's copy.
 
-    Args:
-        module: the module.
-        is_wanted: whether a hook reads the lists; otherwise the dict stays empty, and the lists are left alone.
+    Unless a hook wants the lists (`is_wanted`), the dict stays empty, and the lists are left alone.
     """
     values: dict[str, Tensor] = {}
     if not is_wanted:
@@ -163,21 +161,13 @@ def _bare(part: Any, memo: dict[int, Any]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ValidationEnd:
-    """Calls the hook.
-
-    Args:
-        module: the module `without_weights`.
-        options: options of the `Trainer`.
-    """
+    """Calls the hook on copies of a module `without_weights`."""
 
     module: LightningModule
     options: TrainerOptions
 
     def __call__(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the values logged by the hook, in the form of a batch.
-
-        Args:
-            collected: the values of all batches.
+        """Return the values logged by the hook, in the form of a batch, after the values of all batches.
 
         Raises:
             MetricError: the hook needs more than the module's metrics and lists, or keeps something for the next epoch.

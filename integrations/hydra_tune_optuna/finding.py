@@ -1,8 +1,7 @@
 """Finds the weights of a finished sweep: the entry point `optuna` of the group `hydra_tune.weights`.
 
-The module only reads: a missing storage or study is an error, never created. `hydra-tune best` and `export`
-(`hydra_tune/cli/run/export.py`) find `find_weights` by the entry point, to export a trial's weights. The module imports
-torch, unlike `study_reader.py`.
+`hydra-tune best` and `export` (`hydra_tune/cli/run/export.py`) find `find_weights` by the entry point, to export a trial's
+weights. The module must not create a storage or a study.
 """
 
 from pathlib import Path
@@ -14,12 +13,6 @@ from hydra_tune_optuna.weights import refuse_later, weights_path
 
 def find_weights(query: WeightsQuery) -> Path:
     """Find a trial's kept weights.
-
-    Args:
-        query: names the storage, the study and the trial.
-
-    Returns:
-        The path of the weights.
 
     Raises:
         ConfigError: the storage or the study is missing.

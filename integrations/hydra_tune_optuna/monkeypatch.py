@@ -4,8 +4,8 @@ Optuna's own `create_study` and `load_study` are replaced in the public modules 
 arguments on. The module does not know the effect of an executor on a study. People import `install` from
 `hydra_tune_optuna` and call the function before such a program imports names from Optuna.
 
-Note: `_lock` guards `_replaced`. `uninstall` must restore the very objects of Optuna, also where others patch the same
-names.
+Note: `_lock` guards `_replaced` and `_made`. `uninstall` must restore the very objects of Optuna, also where others patch
+the same names.
 """
 
 import functools

@@ -1,15 +1,13 @@
 """Every private name of Optuna that the integration needs, behind public names of this module.
 
-Optuna offers ask and tell. Its logging of trials, `stop()`, progress bar, heartbeat and state of exhaustive samplers have
-no public interface for programs with a loop of their own. All such access is in this module, so that the contract tests of
-this module tell whether a release of Optuna still fits. The module decides nothing about trials or pools. `StudyResumer`
-(`search/resume_study.py`) asks for each trial through this module. `OptimizeDriver` (`search/driver.py`) tells each trial
-here, and `search/shutdown.py` the untold trials of a search that an error has ended. The rest of the package reads and
-writes the private state of Optuna's objects here.
+All access to private names is in this module, so that the contract tests of this module tell whether a release of Optuna
+still fits. The module decides nothing about trials or pools. `StudyResumer` (`search/resume_study.py`) asks for each trial
+through this module. `OptimizeDriver` (`search/driver.py`) tells each trial here, and `search/shutdown.py` the untold trials
+of a search that ended early. The rest of the package reads and writes the private state of Optuna's objects here.
 
 Note: threads. During a search only the thread that calls `optimize` touches the sampler. A heartbeat, or a task's function
-that reads its trial, may touch the storage in other threads. Methods of a running trial, `noted_once` and
-`wait_again` delay Ctrl-C here; elsewhere the driver does so.
+that reads its trial, may touch the storage in other threads. Methods of a running trial, `noted_once` and `wait_again`
+delay Ctrl-C here; elsewhere the driver does so.
 """
 # ruff: noqa: SLF001 - that is what this module is for
 
@@ -97,12 +95,7 @@ def storage_of(study: Study) -> BaseStorage:
 
 
 def wait_for_sqlite(storage: BaseStorage, seconds: float) -> None:
-    """Make SQLite wait longer for a database locked by another process than Python's default of 5 seconds.
-
-    Args:
-        storage: of a study; only SQLite's is changed, and only if its `connect_args` set no timeout.
-        seconds: longest wait, in seconds.
-    """
+    """Make SQLite wait some seconds for a database locked by another process, unless `connect_args` set a timeout."""
     # Optuna puts a cache around a database.
     inner = storage._backend if isinstance(storage, _CachedStorage) else storage
     if not isinstance(inner, RDBStorage) or inner.engine.dialect.name != "sqlite":
@@ -165,9 +158,6 @@ def ask(study: Study, mark: str | None = None) -> Trial:
         study: the study to ask.
         mark: name of an attribute that is True as soon as the trial is running; up to the last colon, the name tells the
             kind of mark. None: no attribute, by `Study.ask` itself.
-
-    Returns:
-        The trial.
     """
     if mark is None:
         trial = study.ask()
@@ -254,7 +244,7 @@ def running(study: Study) -> list[FrozenTrial]:
 
 def as_running(study: Study, frozen: FrozenTrial) -> FrozenTrial:
     """Return a copy of a trial for the objective, with the attribute `study` that running trials have."""
-    # A copy, because an objective may change the trial, and the storage may share the object.
+    # An objective may change the trial, and the storage may share the object.
     trial = copy.deepcopy(frozen)
     trial.study = study  # type: ignore[attr-defined]
     return trial
@@ -439,7 +429,7 @@ def compares_with_completed(pruner: BasePruner) -> bool:
 
 
 def judged_from(pruner: BasePruner) -> int | None:
-    """Earliest step at which the pruner compares a report with completed trials; None for all but percentile pruners."""
+    """First step at which a percentile pruner compares a report with completed trials; None for all other pruners."""
     return pruner._n_warmup_steps if isinstance(pruner, PercentilePruner) else None
 
 

@@ -33,14 +33,14 @@ _LOCKED_SECONDS = 60.0
 
 
 def _do_nothing() -> None:
-    """Do nothing: the default of `settled`, for a study without a waiting caller."""
+    """Do nothing: the default of `settled`."""
 
 
 class PoolStudy(Study):
     """An `optuna.Study` that trains in a pool; made by `create_study(..., executor=...)`.
 
-    Samplers, pruners, storages, callbacks and everything but `optimize` are Optuna's own. A pickle or copy of the study
-    has no executor; set `executor` to continue with the copy.
+    Everything but `optimize` and `load_module` is Optuna's own. A pickle or copy of the study has no executor; set
+    `executor` to continue with the copy.
 
     Args:
         study_name: as in `optuna.Study`; so are all arguments before `executor`.
@@ -57,8 +57,8 @@ class PoolStudy(Study):
         executor: as given; None in a copy. A program may set another.
         keep_best: as given; read at each call of `optimize`.
         weights_dir: likewise.
-        tell_lost: receives a message for weights that could not be kept; `run_sweep` (`sweep.py`) sets both callbacks.
-        settled: as of `OptimizeDriver`.
+        tell_lost: receives a message for weights that could not be kept; `run_sweep` (`sweep.py`) sets the callback.
+        settled: as of `OptimizeDriver`; likewise.
 
     Raises:
         ConfigError: `executor` is not a hydra-tune executor, or `keep_best` or `weights_dir` makes no sense.

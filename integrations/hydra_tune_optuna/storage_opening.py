@@ -6,6 +6,7 @@ and `check_file` first where the reader wants an error for a missing file. The m
 `hydra-tune list` answers at once.
 """
 
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -18,11 +19,12 @@ from hydra_tune.errors import ConfigError
 
 _JOURNAL = "journal:"
 _SQLITE = "sqlite:///"
-_FILES = ("journal://", "journal:", _SQLITE)
+_SQLITE_FILE = re.compile(r"sqlite(?:\+\w+)?:///")  # also with a driver's name
+_FILE = re.compile(rf"{_JOURNAL}(?://)?|{_SQLITE_FILE.pattern}")
 
 
 def has_tables(url: str) -> bool:
-    """Whether a storage has Optuna's tables, or a journal has its file; creates neither the tables nor a file.
+    """Whether a storage has Optuna's tables, or a journal has its file; creates no tables.
 
     Raises:
         ConfigError: the text is no URL, or the file cannot be there, as its folder is missing.
@@ -35,14 +37,13 @@ def has_tables(url: str) -> bool:
         return inspect(create_engine(url)).has_table("alembic_version")
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {str(path.parent.absolute())!r}; make the folder")
-    return path.is_file() and (not url.startswith(_SQLITE) or _has_tables(path))
+    return path.is_file() and (_SQLITE_FILE.match(url) is None or _has_tables(path))
 
 
 def check_file(url: str) -> None:
     """Refuse a missing storage file, or an SQLite file without Optuna's tables: Optuna would create the file or tables.
 
-    A search creates the tables at the beginning. A second program that creates tables at the same time makes the search fail.
-    A server's storage is not checked.
+    A second program that creates tables at the same time would make a search fail. A server's storage is not checked.
 
     Raises:
         ConfigError: the text is no URL, there is no such file, or an SQLite file has no tables of Optuna, or not all of
@@ -52,16 +53,16 @@ def check_file(url: str) -> None:
     if path is not None:
         if not path.is_file():
             raise ConfigError(f"the storage {url!r} cannot be opened: there is no file {str(path)!r}")
-        if url.startswith(_SQLITE) and not _has_tables(path):
+        if _SQLITE_FILE.match(url) and not _has_tables(path):
             raise ConfigError(f"the storage {url!r} has no study: Optuna's tables are not there, or not yet")
 
 
 def _file(url: str) -> Path | None:
     """Path of a storage's file; None for a server."""
-    prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
+    prefix = _FILE.match(url)
     if prefix is not None:
         # Without the options of a database's URL.
-        return Path(url.removeprefix(prefix).partition("?")[0])
+        return Path(url[prefix.end() :].partition("?")[0])
     if "://" not in url:
         raise ConfigError(f"{url!r} is no URL of a storage; did you mean '{_SQLITE}{url}'?")
     return None

@@ -1,8 +1,8 @@
 """Drop-in for `optuna.study`, with a `create_study` and a `load_study` that take `executor=`.
 
-The module makes studies and knows nothing of how a `PoolStudy` runs. People import `create_study`, `load_study` or the
-module itself from `hydra_tune_optuna`; `run_sweep` (`sweep.py`) opens each sweep's study by `create_study`, and
-`monkeypatch.py` calls `with_executor`. Every other name is looked up in `optuna.study`.
+People import `create_study`, `load_study` or the module itself from `hydra_tune_optuna`; `run_sweep` (`sweep.py`) opens
+each sweep's study by `create_study`, and `monkeypatch.py` calls `with_executor`. A name that the module lacks is looked up
+in `optuna.study`.
 """
 
 import os
@@ -204,19 +204,7 @@ def with_executor(
     keep_best: KeepBest | None = None,
     weights_dir: str | os.PathLike[str] | None = None,
 ) -> PoolStudy:
-    """Attach an executor to a study.
-
-    Args:
-        study: of Optuna.
-        executor: the pool.
-        direction: direction requested for the study; None without a request.
-        directions: the same, of several objectives.
-        keep_best: as in `create_study`; so is the last.
-        weights_dir: see `keep_best`.
-
-    Returns:
-        A `PoolStudy` on the same storage, sampler and pruner.
-    """
+    """Return a `PoolStudy` on a study's storage, sampler and pruner; warn if the study has other directions than requested."""
     _warn_of_other_directions(study, [direction] if direction is not None else directions)
     return PoolStudy(
         study_name=study.study_name,

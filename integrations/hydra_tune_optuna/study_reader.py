@@ -1,10 +1,9 @@
 """Reads and draws studies for the command line: the entry point `optuna` of the group `hydra_tune.studies`.
 
-The module only reads storages: a missing storage or study is an error, never created. `plot` writes a picture to a file.
-`hydra-tune list`, `status`, `show`, `best`, `plot` and `export` (`hydra_tune/cli/inspect/run_scan.py`) call `read`,
-`hydra-tune sweep` and `check` call `check`, and `hydra-tune plot` and `export` call `plot`. `find_weights` (`finding.py`)
-calls `stored_study` for `best` and `export`, and `sweep.py` takes `GIVEN` and `given_params`. Only `check` imports torch,
-so that `hydra-tune list` answers at once.
+The module must not create a storage or a study. `plot` writes a picture to a file. `hydra-tune list`, `status`, `show`,
+`best`, `plot` and `export` (`hydra_tune/cli/inspect/run_scan.py`) call `read`, `hydra-tune sweep` and `check` call `check`,
+and `hydra-tune plot` and `export` call `plot`. `find_weights` (`finding.py`) calls `stored_study` for `best` and `export`,
+and `sweep.py` takes `GIVEN` and `given_params`. Only `check` imports torch, so that `hydra-tune list` answers at once.
 """
 
 import io
@@ -19,6 +18,7 @@ import optuna
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from hydra_tune.cli.display.next_step import masked
 from hydra_tune.cli.inspect.study_record import StudyRecord
 from hydra_tune.cli.sweep_file.spec import SweepSpec
 from hydra_tune.errors import ConfigError, message_line
@@ -106,7 +106,7 @@ def given_params(trial: FrozenTrial) -> dict[str, Any]:
 
 @contextmanager
 def _reading(storage: str) -> Iterator[None]:
-    """Silence Optuna's own lines below errors, and name the storage in every error of reading."""
+    """Silence Optuna's own lines below errors, and name the storage in errors of reading."""
     check_file(storage)
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -114,7 +114,7 @@ def _reading(storage: str) -> Iterator[None]:
         _check_tables(storage)
         yield
     except Exception as error:
-        raise ConfigError(f"the storage {storage!r} cannot be read: {message_line(error)}") from error
+        raise ConfigError(masked(f"the storage {storage!r} cannot be read: {message_line(error)}")) from error
     finally:
         optuna.logging.set_verbosity(verbosity)
 

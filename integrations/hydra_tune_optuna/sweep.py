@@ -29,6 +29,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hydra_tune import TrainTask
+from hydra_tune.cli.display.next_step import masked
 from hydra_tune.cli.inspect.run_scan import absolute_storage
 from hydra_tune.cli.sweep_file.domains import ChoiceDomain, Domain, FloatDomain, IntDomain, grid_size
 from hydra_tune.cli.sweep_file.request import Outcome, SweepRequest, TrialRecord
@@ -61,9 +62,6 @@ _OUTCOMES: Mapping[TrialState, Outcome] = {
 
 def run_sweep(request: SweepRequest) -> None:
     """Run a sweep as an Optuna study. An error of a single trial does not end the study, unless the observer says so.
-
-    Args:
-        request: the sweep, the pool and the observer.
 
     Raises:
         ConfigError: the storage cannot be opened, or the sampler's noted position is damaged.
@@ -129,7 +127,7 @@ def _open(request: SweepRequest) -> PoolStudy:
         )
     except Exception as error:
         raise ConfigError(
-            f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {message_line(error)}"
+            masked(f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {message_line(error)}")
         ) from error
     # The observer in place of Optuna's log, which `_quiet` has silenced.
     study.tell_lost = request.observer.warned
@@ -152,7 +150,7 @@ def check_sweep(spec: SweepSpec, *, resume: bool) -> tuple[int, int | None]:
         study = _stored(spec)
     if study is None:
         if resume:
-            place = absolute_storage(spec.storage or "", Path.cwd())
+            place = masked(absolute_storage(spec.storage or "", Path.cwd()))
             raise ConfigError(
                 f"--resume: there is no study {spec.study!r} in {place} to go on with; "
                 "give the command in the folder of the first run, or without --resume to begin another study"
@@ -176,17 +174,18 @@ def _stored(spec: SweepSpec) -> Study | None:
         return optuna.load_study(study_name=spec.study, storage=storage)
     except Exception as error:
         raise ConfigError(
-            f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {message_line(error)}"
+            masked(f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {message_line(error)}")
         ) from error
 
 
 def _check_study(study: Study, spec: SweepSpec) -> None:
     """Refuse a goal that Optuna would ignore, and a parameter that Optuna's storage would refuse in every new trial."""
+    label = f"the study {study.study_name!r} in {masked(str(spec.storage))}"
     goals = " and ".join(direction.name.lower() for direction in study.directions)
     if goals != spec.goal:
         raise ConfigError(
-            f"{spec.at('metric.goal')}: the study {study.study_name!r} in {spec.storage} is there already, and its "
-            f"goal is {goals}, not {spec.goal}; give another hydra.study"
+            f"{spec.at('metric.goal')}: {label} is there already, and its goal is {goals}, not "
+            f"{spec.goal}; give another hydra.study"
         )
     stored = {name: kept for trial in study.get_trials(deepcopy=False) for name, kept in trial.distributions.items()}
     for name, domain in (spec.parameters or {}).items():
@@ -196,7 +195,7 @@ def _check_study(study: Study, spec: SweepSpec) -> None:
             check_distribution_compatibility(stored[name], to_distribution(domain))
         except ValueError as error:
             raise ConfigError(
-                f"{spec.at(f'parameters.{name}')}: the study {study.study_name!r} in {spec.storage} is there already, with "
+                f"{spec.at(f'parameters.{name}')}: {label} is there already, with "
                 f"{stored[name]} for {name}, and Optuna's storages take no other kind and no other choices; give another "
                 "hydra.study"
             ) from error
@@ -262,16 +261,7 @@ def to_distribution(domain: Domain) -> BaseDistribution:
 
 
 def suggest(trial: Trial, name: str, domain: Domain) -> Any:
-    """Draw one parameter.
-
-    Args:
-        trial: the drawing trial.
-        name: of the parameter.
-        domain: range or choices of the parameter.
-
-    Returns:
-        Value for the task.
-    """
+    """Draw one parameter; return its value for the task."""
     match domain:
         case ChoiceDomain():
             return trial.suggest_categorical(name, domain.values)

@@ -45,17 +45,7 @@ _NUM_NAMED = 10
 def check_keeping(
     keep_best: object, weights_dir: object, *, num_objectives: int | None = None, has_executor: bool = True
 ) -> None:
-    """Refuse options that make no sense.
-
-    Args:
-        keep_best: number of trials whose weights are kept.
-        weights_dir: folder for the weights.
-        num_objectives: of the study; None where not known yet.
-        has_executor: whether anything is trained.
-
-    Raises:
-        ConfigError: an invalid option, by name.
-    """
+    """Refuse, by a `ConfigError`, options that make no sense; without `num_objectives`, the number is not known yet."""
     if keep_best is None:
         if weights_dir is not None:
             raise ConfigError("weights_dir is where weights are kept, and none are; give keep_best=1 or more as well")
@@ -94,8 +84,6 @@ class StudyWeights:
     """Keeper of a study's best weights during a search.
 
     Args:
-        study: the study.
-        keep_best: number of trials, or "pareto".
         weights_dir: folder for the weights; None for "weights".
         tell: receives a message, in the search's thread, for weights that could not be kept.
     """
@@ -119,10 +107,7 @@ class StudyWeights:
     def completed(self, trial: FrozenTrial, task: TrainTask, result: Any) -> None:
         """Keep the weights of a completed trial if the trial is among the best; the storage knows of the completion already.
 
-        Args:
-            trial: the storage's record. A trial that violates a constraint is not kept.
-            task: the trained task.
-            result: of the job.
+        A trial that violates a constraint is not kept.
         """
         if trial.state != TrialState.COMPLETE or optuna_internals.violates_constraints(trial):
             return
@@ -354,11 +339,7 @@ def load_module(
 
 
 def refuse_later(path: Path, number: int) -> None:
-    """Refuse weights that do not give the value of their trial.
-
-    Args:
-        path: of the kept weights.
-        number: of the trial.
+    """Refuse weights, kept at a path, that do not give the value of their trial.
 
     Raises:
         WeightsError: the value is that of an earlier report.

@@ -3,9 +3,9 @@
 Pass `trainable(build)` to a `ray.tune.Tuner`; schedulers, searchers and stoppers are Ray's own, and trials share the
 devices of each node instead of owning fractions of devices.
 
-Public names are imported on first use: in a cluster, only trials and drivers need Ray Tune, and only pools need torch.
-Read `trainable` first (a trial as Ray sees the trial), then `client` and `messages` (a trial's way to its pool), `node`
-(the pools) and `pools`, with which a driver starts pools. `sweep` serves the command line, `callback` reports ends,
+Public names are imported on first use: a pool must not need Ray Tune, and a trial's process must not need torch. Read
+`trainable` first (a trial as Ray sees the trial), then `client` and `messages` (a trial's way to its pool), `node` (the
+pools) and `pools`, with which a driver starts pools. `sweep` serves the command line, `callback` reports ends,
 `checkpoint_transfer` and `weights` move trained state, and `pickling`, `version` and `installed` check beforehand.
 """
 

@@ -12,10 +12,7 @@ Build = Callable[..., Any]
 
 
 class SampledParameters(dict[str, Any]):
-    """A trial's parameters: Ray's dictionary, with the `suggest_` methods of an Optuna trial.
-
-    `trial.suggest_float("lr", ...)` in a `build` returns Ray's sample for "lr".
-    """
+    """A trial's parameters: Ray's dictionary, with the `suggest_` methods of an Optuna trial, which return Ray's sample."""
 
     @property
     def params(self) -> dict[str, Any]:
@@ -23,7 +20,7 @@ class SampledParameters(dict[str, Any]):
         return dict(self)
 
     def suggest_float(self, name: str, *_range: float, **_options: Any) -> float:
-        """Return Ray's sample for `name`; Optuna's other arguments are ignored."""
+        """Return Ray's sample for `name`; other arguments are ignored."""
         return float(self._drawn(name))
 
     def suggest_int(self, name: str, *_range: int, **_options: Any) -> int:
@@ -48,12 +45,6 @@ def built(build: Build, config: Mapping[str, Any]) -> Any:
         build: takes one object with all parameters (`build(config)`, `build(trial)`); or takes parameters by name
             (`build(*, lr, width)` or `build(lr, width)`), as tasks of sweep files do.
         config: Ray's sample.
-
-    Returns:
-        The result of `build`.
-
-    Raises:
-        Exception: whatever `build` raises.
     """
     return build(**config) if _takes_names(build, config) else build(SampledParameters(config))
 

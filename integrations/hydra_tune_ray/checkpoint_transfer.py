@@ -30,8 +30,6 @@ def read_files(folder: Path) -> Files:
 def write_files(files: Files, folder: Path) -> None:
     """Write a checkpoint's files to a folder, readable by the owner alone; the folder is made if missing.
 
-    The manifest is written last: only a checkpoint with a manifest counts as complete.
-
     Raises:
         OSError: the system refuses.
     """

@@ -66,7 +66,6 @@ class TrialClient:
 
     Args:
         directory: the name of the directory of the pools.
-        request: the trial.
         digest: of the trial's config.
     """
 
@@ -146,7 +145,7 @@ class TrialClient:
         return ticket.key == self._request.key and ticket.number == self._number and not self._is_last
 
     def leave(self) -> None:
-        """Release the trial: at once, or if saved at its last report with the lease, for another process to continue."""
+        """Release the trial: at once, or, if saved at its last report, with the lease, for another process to continue."""
         # First, so that no renewal keeps the trial after its end.
         self._left.set()
         self._hang_up()

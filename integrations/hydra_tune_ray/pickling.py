@@ -1,4 +1,4 @@
-"""Pickles the objects sent to pools, once, and names the culprit where pickling fails.
+"""Pickles the objects sent to pools, and names the culprit where pickling fails.
 
 `trainable` (`trainable.py`) pickles `build` before any pool starts, and `start_pools` (`pools.py`) tries each option of
 the executor. `NodePoolRuntime` (`node/pool_runtime.py`) unpickles `build` for each trial.
@@ -14,11 +14,7 @@ from hydra_tune_ray.errors import BuildPickleError
 
 
 def pickled(value: Any, what: str) -> bytes:
-    """Pickle an object for a pool.
-
-    Args:
-        value: any object.
-        what: name of the object in messages.
+    """Pickle an object for a pool; messages call the object `what`.
 
     Raises:
         BuildPickleError: the object cannot be pickled; the message names the part to blame.

@@ -2,7 +2,7 @@
 
 People import `start_pools` from `hydra_tune_ray` and call the function before a search; `trainable` (`trainable.py`)
 does so unless given `pools=`, and `sweep.py` before each sweep on a cluster. `PoolCallback` (`callback.py`) ends trials
-through `Pools`, which `pools_of` finds from a trainable class. The module must not import torch: the pools alone need torch.
+through `Pools`, which `pools_of` finds from a trainable class. The module must not import torch.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ _REFUSED = {
     "checkpoint_every": "Ray says when trials are saved; give checkpoint_frequency of CheckpointConfig",
     "plans_only": "pools train",
 }
-"""Options of `HydraExecutor` for which Ray has options of its own."""
+"""Options of `HydraExecutor` that pools refuse: the reason or the remedy of each."""
 
 _KEPT: dict[str, "Pools"] = {}
 """Actors that end with this program: Ray would end an actor as soon as no handle exists."""
 
 
 class Pools:
-    """Handle of the pools on a cluster's nodes. Made by `start_pools` and `pools_of`, and by reading a pickle.
+    """Handle of the pools on a cluster's nodes, made by `start_pools`.
 
     A pickle holds only the name: Ray stores a search together with its callbacks, and may restore the search after the
     pools, or the whole cluster, are gone.

@@ -1,10 +1,9 @@
 """Runs the sweeps of the command line on a Ray cluster: the entry point `ray` of the group `hydra_tune.cluster_tuners`.
 
-The module translates a sweep's terms into Ray's search space, scheduler and searcher, and reports progress to the
-observer. `hydra-tune sweep --ray` (`hydra_tune/cli/run/cluster.py`) calls `run_sweep` once the sweep file has been
-checked. Ray calls the observer's callback in the driver alone; a pickle of the callback is inert elsewhere. Only nodes of
-the cluster open pools. Once connected, `run_sweep` must shut Ray down at the end, also after an error: a shutdown ends a
-cluster that was begun for the sweep.
+The module translates a sweep's terms into Ray's search space, scheduler and searcher, and reports progress to the observer.
+`hydra-tune sweep --ray` (`hydra_tune/cli/run/cluster.py`) calls `run_sweep` once the sweep file has been checked. Ray calls
+the observer's callback in the driver alone; a pickle of the callback is inert elsewhere. Once connected, `run_sweep` must
+shut Ray down at the end, also after an error: a shutdown ends a cluster that was begun for the sweep.
 """
 
 import logging
@@ -39,9 +38,6 @@ _NEW = "local"
 
 def run_sweep(request: ClusterRequest) -> None:
     """Run a sweep with Ray Tune, in a pool on each node of a cluster.
-
-    Args:
-        request: the sweep, the cluster and the observer.
 
     Raises:
         ConfigError: no such cluster, a cluster without devices, or a sweep with a feature that Ray lacks.

@@ -44,13 +44,7 @@ _NOTE = "pruned.txt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainableSettings:
-    """Settings shared by all trials of one `trainable`.
-
-    Attributes:
-        directory: the name of the directory of the pools.
-        build: the pickled build function.
-        lease_seconds: seconds that a trial is trained without a sign of its process.
-    """
+    """Settings shared by all trials of one `trainable`: the name of the directory of the pools, and the pickled `build`."""
 
     directory: str
     build: bytes
@@ -132,7 +126,7 @@ class PoolTrainable(Trainable):
         return {**outcome.metrics, DONE: True}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write the state at the last report, in hydra-tune's format, with a ticket; a note if the trial has pruned itself."""
+        """Write the state at the last report, with a ticket; a note if the trial has pruned itself."""
         assert self._client is not None
         if self._has_pruned_itself:
             # Ray saves every trial at its end by default, and would call this one failed.

@@ -25,11 +25,7 @@ _EARLIER = "an earlier hydra-tune"
 
 
 def check_directory(directory: Any, pools: str) -> None:
-    """Refuse pools of another version.
-
-    Args:
-        directory: actor of the pools' directory.
-        pools: name of the pools.
+    """Refuse pools of another version, by the actor of their directory.
 
     Raises:
         PoolError: the pools run another version.
@@ -45,12 +41,7 @@ def check_directory(directory: Any, pools: str) -> None:
 
 
 def wrong_pool(found: str | None, node_id: str) -> str:
-    """Return the error in a pool's version, or an empty text.
-
-    Args:
-        found: the pool's answer; None: the pool is too old to answer.
-        node_id: the pool's node.
-    """
+    """Return the error in a pool's version, or an empty text; without a version, the pool is too old to answer."""
     if found == VERSION:
         return ""
     return (

@@ -172,7 +172,10 @@ class TrainerMetrics:
 
     def _of_batch(self, collected: dict[str, Tensor], path: str, number: int, first: int | None) -> Any:
         if path in collected:
-            sizes = torch.stack(list(_in_turn(collected, f"{path}:"))).long()
+            of_dimensions = list(_in_turn(collected, f"{path}:"))
+            if not of_dimensions:
+                return collected[path][number]
+            sizes = torch.stack(of_dimensions).long()
             begin = int(sizes[:, :number].prod(dim=0).sum())
             of_batch = sizes[:, number].tolist()
             return collected[path][begin : begin + int(np.prod(of_batch))].view(of_batch)[:first]

@@ -8,9 +8,10 @@ know shards or devices.
 
 Note: each call has a `self` of its own, but trials share the attributes' contents, and no checkpoint holds the attributes.
 So an override that reads the training (`self.state`), sets an attribute, or changes an attribute's content is refused by
-name: the loss would be another in each trial. Contents, but for the tokenizer's, are compared after the calls 1, 2, 4, 8
-and so on of a model, because a large attribute takes milliseconds. An attribute that cannot be pickled, such as an open
-file, is not compared. Trials on several threads call the override at once, without a lock.
+name: the loss would be another in each trial. Attributes of the user's classes count, too. Contents, but for the
+tokenizer's, are compared after the calls 1, 2, 4, 8 and so on of a model, because a large attribute takes milliseconds.
+An attribute that cannot be pickled, such as an open file, is not compared. Trials on several threads call the override at
+once, without a lock.
 """
 
 import ast
@@ -84,7 +85,7 @@ class OwnLoss:
             TaskError: the override reads what a trial in the pool lacks, or changes what trials share.
         """
         shared: Any = self.method.__self__
-        num_calls, before = _CALLS.get(module) or (0, _contents(vars(shared)))
+        num_calls, before = _CALLS.get(module) or (0, _contents(shared))
         num_calls += 1
         _CALLS[module] = num_calls, before
         # Of each call, because trials on several threads share the task.
@@ -95,8 +96,8 @@ class OwnLoss:
         options = {"return_outputs": True} if return_outputs else {}
         value = type(owner).compute_loss(owner, module, copy.copy(batch), num_items_in_batch=total, **options)
         # At the powers of two.
-        now = _contents(vars(shared)) if num_calls & (num_calls - 1) == 0 else before
-        changed = [name for name, content in now.items() if content != before[name]]
+        now = _contents(shared) if num_calls & (num_calls - 1) == 0 else before
+        changed = [name for name, content in now.items() if content != before.get(name)]
         # `functools.cached_property` writes past `__setattr__`.
         for name in (*changed, *(set(vars(owner)) - names)):
             _refuse_write(shared, name)
@@ -232,7 +233,14 @@ class _AttributeDigest(pickle.Pickler):
         self.has_trainer |= content.has_trainer
 
 
-def _contents(attributes: Mapping[str, Any]) -> dict[str, bytes | None]:
+def _contents(shared: object) -> dict[str, bytes | None]:
+    """Return digests of the attributes, and of those of the user's own classes, without methods and properties."""
+    attributes: dict[str, Any] = {}
+    for base in reversed(type(shared).__mro__[:-1]):
+        if not base.__module__.startswith("transformers."):
+            values = {name: value for name, value in vars(base).items() if not name.startswith("__")}
+            attributes |= {name: value for name, value in values.items() if not hasattr(type(value), "__get__")}
+    attributes |= vars(shared)
     return {name: _AttributeDigest().note(value) for name, value in attributes.items() if name not in _UNCHANGED}
 
 

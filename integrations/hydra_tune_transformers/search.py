@@ -67,6 +67,8 @@ def hyperparameter_search(
         raise ConfigError(f"hyperparameter_search needs a Trainer with {missing}=")
     space = OptunaBackend().default_hp_space if hp_space is None else hp_space
     objective = default_compute_objective if compute_objective is None else compute_objective
+    if isinstance(direction, list) and len(direction) == 1:
+        (direction,) = direction
     chosen: dict[str, Any] = {"directions" if isinstance(direction, list) else "direction": direction}
     optimizing = {name: kwargs.pop(name) for name in _OF_OPTIMIZE if name in kwargs}
     study = hydra_tune_optuna.create_study(executor=executor, **chosen, **kwargs)

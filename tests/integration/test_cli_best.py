@@ -101,7 +101,7 @@ def test_what_cannot_be_had_is_said_and_nothing_is_written(swept, best, tmp_path
         ),
         (2, ["first", "--storage", "sqlite:///nowhere.db"], "nowhere.db'"),
         (2, ["first", "--storage", "journal:nowhere.log"], "nowhere.log'"),
-        (2, ["first", "--storage", "nonsense://x"], "the storage 'nonsense://x' cannot be read: "),
+        (2, ["first", "--storage", "nonsense://x?password=y"], "'nonsense://x?password=***' cannot be read: "),
         (2, ["third", "--storage", url], "there is no run 'third' in"),
         (2, [tmp_path / "random.yaml", "--storage", url], "there are 2 runs in"),
         (2, [tmp_path / "random.yaml"], "the sweep has no hydra.storage"),

@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hydra_tune import Failed, Reported
 from hydra_tune.errors import ConfigError, LoaderTimeoutError
+from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChoice, GroupSizeChooser
 from hydra_tune.pool.faults import loader_watchdog
 from hydra_tune.pool.faults.loader_watchdog import LoaderWaitLimits, LoaderWatchdog
+from hydra_tune.pool.fusion import group_jobs
 from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher
 from hydra_tune.pool.job import OVER
 from hydra_tune.train.data.loader_clock import DrawClock, LoaderInterrupt
@@ -279,20 +281,25 @@ class Breaks:
         return candidates[0]
 
 
-@pytest.mark.parametrize("at_first", [True, False], ids=["the first batch", "a later batch"])
-def test_a_pool_that_has_broken_down_leaves_a_hanging_loader_behind(gate, at_first, how):
+@pytest.mark.parametrize("when", ["the first batch", "a later batch", "a later batch, just before"])
+def test_a_pool_that_has_broken_down_leaves_a_hanging_loader_behind(gate, when, how, monkeypatch):
+    """Also one that hangs on the worker of a device, as it has not waited long."""
+    at_first, leaves = when == "the first batch", when != "a later batch, just before"
+    if not leaves:
+        monkeypatch.setattr(loader_watchdog, "_PATIENCE_SECONDS", 1000.0)
+
     def first_batch():
         gate.hang()
         yield from one_batch()
 
     policy = Breaks()
-    with running(**how, devices="cpu:1", max_concurrent=2, policy=policy, loader_timeout=None) as pool:
+    with running(**how, devices="cpu:2", max_concurrent=2, policy=policy, loader_timeout=None) as pool:
         stream = pool.events()
         other = pool.submit(task(), events=stream)
         assert isinstance(stream.get(PATIENCE_SECONDS), Reported)
         hung = pool.submit(task(train=first_batch if at_first else batches(gate, 1), epochs=3))
         assert gate.reached.wait(PATIENCE_SECONDS)
-        until(lambda: hung.state == "preparing" or pool._pool._records[hung.key].is_detached)
+        until(lambda: hung.state == "preparing" or pool._pool._records[hung.key].is_detached is leaves)
         policy.is_armed = True
         with pytest.raises(ZeroDivisionError):
             other.proceed()
@@ -497,3 +504,35 @@ def test_a_joiner_that_is_cancelled_waits_for_its_loader_no_longer_than_until_it
         assert (result.status, result.error) == ("cancelled", None)
         for job in members:
             job.cancel()
+
+
+@pytest.mark.parametrize(("patience", "carriers"), [(0.05, 2), (PATIENCE_SECONDS, 1)])
+def test_a_trial_whose_turn_comes_while_a_group_chooses_runs_though_the_group_leaves_it(
+    gate, monkeypatch, patience, carriers
+):
+    """A slow loader of the first trial brings a second preparer, and fusion does not pay."""
+    is_choosing, has_made, made, make = threading.Event(), threading.Event(), [], GroupJobLauncher.make
+
+    def choose(*_):
+        is_choosing.set()
+        assert has_made.wait(1.0 if carriers == 1 else PATIENCE_SECONDS) is (carriers == 2)
+        return GroupSizeChoice(size=1, why="so it is said")
+
+    def made_late(launcher, entry, *given, **named):
+        if entry.job.name == "second":
+            gate.opened.set()
+            assert is_choosing.wait(PATIENCE_SECONDS)
+        trial = make(launcher, entry, *given, **named)
+        if entry.job.name == "second":
+            made.append(trial)
+            has_made.set()
+        return trial
+
+    monkeypatch.setattr(group_jobs, "_PATIENCE_SECONDS", patience)
+    monkeypatch.setattr(GroupJobLauncher, "make", made_late)
+    monkeypatch.setattr(GroupSizeChooser, "choose", choose)
+    monkeypatch.setattr(GroupSizeChooser, "refuse", lambda *_: None)
+    with fused(fusion="auto") as pool:
+        jobs = [pool.submit(hung_in(gate, number=0, after=0), "first"), pool.submit(drawing(seed=7), "second")]
+        assert [job.result(PATIENCE_SECONDS).status for job in jobs] == ["completed", "completed"]
+    assert len(made) == carriers

@@ -1,11 +1,13 @@
 """A `LightningModule` in the pool gives the bits of `Trainer.fit()`, whole and cut; what would not is refused by name."""
 
+import copy
 import logging
 import math
 import pickle
 import random
 import re
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -692,6 +694,35 @@ def test_a_module_that_a_trial_has_had_is_refused():
         result = pool.submit(task).result()
     assert isinstance(result.error, RefusedModuleError)
     assert "build a new one at each call" in str(result.error)
+
+
+def test_a_copy_of_a_module_that_a_trial_has_had_trains_on():
+    best = train_plain(task_from_lightning(Autoencoder, max_epochs=1)).module()
+    weights = copy.deepcopy(best.state_dict())
+    task = task_from_lightning(lambda: copy.deepcopy(best), max_epochs=1)
+    result = train_plain(task)
+    assert not all(torch.equal(value, result.state_dict()[name]) for name, value in weights.items())
+    assert all(torch.equal(value, best.state_dict()[name]) for name, value in weights.items())
+
+
+class InOneStep(Shared):
+    """Updates its metric in one of the two steps, by an argument."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.stage = stage
+
+    def common_step(self, batch, stage):
+        if stage == self.stage:
+            return super().common_step(batch, stage)
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+def test_a_metric_that_another_task_of_the_class_has_trained_is_free_for_validation():
+    with HydraExecutor("cpu:1") as pool:
+        for stage in ("train", "val"):
+            result = pool.run(task_from_lightning(partial(InOneStep, stage), max_epochs=1))
+    assert "val_acc" in result.metrics
 
 
 class OnABackbone(Loaders):

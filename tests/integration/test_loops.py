@@ -640,4 +640,4 @@ def test_a_paused_loop_waits_at_its_mark():
 
 def test_an_isolated_pool_runs_loops():
     with HydraExecutor(devices="cpu:1", isolate=True) as pool:
-        check_same(pool.run(LoopTask(train)), train_plain(LoopTask(train)))
+        check_same(pool.loop(train).result(), train_plain(LoopTask(train)))

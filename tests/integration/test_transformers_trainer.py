@@ -105,6 +105,12 @@ class Distilled(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+def of_scalars(prediction):
+    """Metrics of predictions with a number for each batch beside the scores."""
+    scores, means = prediction.predictions
+    return {"score": float(scores.sum()), "mean": float(means.sum()), "batches": float(means.size)}
+
+
 CASES = {
     **{kind: {"kind": kind} for kind in KINDS},
     "accumulated, the last step of an epoch shorter": {"gradient_accumulation_steps": 4},
@@ -142,6 +148,12 @@ CASES = {
     "predictions picked": {
         "kind": "translation",
         "given": {"preprocess_logits_for_metrics": lambda logits, labels: logits[0] * 2},
+    },
+    "a number for each batch": {
+        "given": {
+            "preprocess_logits_for_metrics": lambda logits, labels: (logits, logits.mean()),
+            "compute_metrics": of_scalars,
+        },
     },
     "bfloat16": {"bf16": True},
     "a Seq2SeqTrainer": {"kind": "translation", "trainer_class": transformers.Seq2SeqTrainer},
@@ -196,7 +208,9 @@ def some(fast):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("name", some([*list(CASES)[::4], *OWN_LOSSES, "question answering"]))
+@pytest.mark.parametrize(
+    "name", some([*list(CASES)[::4], *OWN_LOSSES, "question answering", "a number for each batch"])
+)
 def test_the_task_is_the_trainers_training(stock, name):
     make, weights, reports = stock(name)
     task = task_from_trainer(make)
@@ -571,6 +585,14 @@ class Collecting(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
+class Tallying(Trainer):
+    calls = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        type(self).calls += 1
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
 class Gathering(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self.accelerator.gather(inputs["labels"])
@@ -682,6 +704,7 @@ def test_what_would_not_be_exact_is_refused(tmp_path, name):
         (Annealed, "compute_loss of Annealed reads self.state, which a trial in the pool lacks"),
         (Counting, "compute_loss of Counting changes self.calls, which trials of a search would share"),
         (Collecting, "compute_loss of Collecting changes self.sizes, which trials of a search would share"),
+        (Tallying, "compute_loss of Tallying changes self.calls, which trials of a search would share"),
         (Noisy, "compute_loss of Noisy changes self.noise, which trials of a search would share"),
         (Lazy, "compute_loss of Lazy changes self.first, which trials of a search would share"),
         (Gathering, "compute_loss reads self.accelerator.gather, which a trial in the pool lacks"),
@@ -834,8 +857,9 @@ def space(trial):
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("is_installed", [False, True])
 def test_a_search_in_the_pool_is_the_trainers_search(tmp_path, is_installed):
+    """Also, one direction in a list is one direction."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    search = {"hp_space": space, "n_trials": 4, "direction": "maximize"}
+    search = {"hp_space": space, "n_trials": 4, "direction": "maximize" if is_installed else ["maximize"]}
     make = making(tmp_path, num_train_epochs=1, trainer_class=Trainer if is_installed else Penalized)
     stock = make().hyperparameter_search(backend="optuna", sampler=optuna.samplers.RandomSampler(seed=0), **search)
     search["sampler"] = optuna.samplers.RandomSampler(seed=0)

@@ -5,6 +5,7 @@ state is a number, 1.0 at first; `reading` builds the task and the code that cha
 """
 
 import array
+import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -27,6 +28,7 @@ import pydantic
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, Subset
 
 from hydra_tune import TrainTask
 from tests.parity.stateful import Program, Reads, batches, error, net, task
@@ -648,6 +650,116 @@ def a_generator_as_a_decorator() -> Reader:
         return error(module, batch) * used[0]
 
     return Reader(arguments={"step": step}, put=lambda value: setattr(settings, "weight", value))
+
+
+# Of objects that count by their contents, and of classes of the standard library
+
+
+class Weighted(collections.UserDict[str, float]):
+    pass
+
+
+@kind
+def an_item_of_a_user_dict() -> Reader:
+    settings = Weighted(weight=1.0)
+    return by_weight(lambda: settings["weight"], lambda value: settings.update(weight=value))
+
+
+@kind
+def an_item_of_a_dict_that_lies_deep_in_objects_of_a_library() -> Reader:
+    settings, deep = {"weight": 1.0}, Subset[Any]([0], [0])
+    inner = deep
+    for _ in range(3):
+        inner.dataset = Subset([0], [0])
+        inner = inner.dataset
+    inner.dataset = settings  # type: ignore[assignment]
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        return error(module, batch) * (0 * len(deep.indices) + settings["weight"])
+
+    return Reader(arguments={"step": step}, put=lambda value: settings.update(weight=value))
+
+
+@kind
+def an_attribute_of_a_thread() -> Reader:
+    class Annealer(threading.Thread):
+        weight = 1.0
+
+    annealer = Annealer()
+    return by_weight(lambda: annealer.weight, lambda value: setattr(annealer, "weight", value))
+
+
+@kind
+def an_attribute_of_a_loader() -> Reader:
+    class Weighing(DataLoader[Any]):
+        weight = 1.0
+
+    loader = Weighing([0])
+    return by_weight(lambda: loader.weight, lambda value: setattr(loader, "weight", value))
+
+
+@kind
+def an_attribute_of_a_partial() -> Reader:
+    criterion: Any = functools.partial(error)
+    criterion.weight = 1.0
+    return by_weight(lambda: criterion.weight, lambda value: setattr(criterion, "weight", value))
+
+
+@kind
+def an_attribute_of_a_set() -> Reader:
+    class Names(set[str]):
+        weight = 1.0
+
+    names = Names()
+    return by_weight(lambda: names.weight, lambda value: setattr(names, "weight", value))
+
+
+@kind
+def the_default_of_a_dict() -> Reader:
+    settings = Settings()
+    weights = collections.defaultdict(lambda: settings.weight)
+
+    def weight() -> float:
+        value = weights["loss"]
+        weights.clear()
+        return value
+
+    return by_weight(weight, lambda value: setattr(settings, "weight", value))
+
+
+@shared
+def a_variable_of_a_module_by_a_made_up_name() -> Reader:
+    _settings.weight_of_loss = 1.0
+    return by_weight(
+        lambda: getattr(_settings, f"weight_of_{'loss'}"), lambda value: setattr(_settings, "weight_of_loss", value)
+    )
+
+
+@kind
+def a_slot_by_a_made_up_name() -> Reader:
+    class Slotted:
+        __slots__ = ("weight_of_loss",)
+
+    slotted = Slotted()
+    slotted.weight_of_loss = 1.0
+    return by_weight(
+        lambda: getattr(slotted, "_".join(["weight", "of", "loss"])),  # noqa: FLY002
+        lambda value: setattr(slotted, "weight_of_loss", value),
+    )
+
+
+_tabnanny = types.ModuleType(
+    "tabnanny"
+)  # as a file of the user's beside the program, with a name of the standard library
+_tabnanny.__file__ = f"{os.getcwd()}/tabnanny.py"  # noqa: PTH109
+exec("weight = 1.0\ndef weigh():\n    return weight", vars(_tabnanny))
+sys.modules["tabnanny"] = _tabnanny
+
+
+@shared
+def a_module_with_a_name_of_the_standard_library() -> Reader:
+    _tabnanny.weight = 1.0
+    return by_weight(_tabnanny.weigh, lambda value: setattr(_tabnanny, "weight", value))
 
 
 # Of loss objects

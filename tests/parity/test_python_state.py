@@ -50,6 +50,10 @@ NOT_FUSED = {
     "the_forward_of_a_part",
     "a_frozen_part",
     "a_method_by_the_class_of_its_argument",  # each trial has a class of its own
+    "an_attribute_of_a_thread",
+    "an_attribute_of_a_loader",
+    "an_attribute_of_a_set",
+    "a_slot_by_a_made_up_name",
     "a_context_manager_as_a_decorator",
     "a_generator_as_a_decorator",
 }

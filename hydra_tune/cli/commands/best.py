@@ -1,7 +1,7 @@
 """`hydra-tune best`: the arguments. `hydra_tune.cli.run.export` writes weights, `hydra_tune.cli.inspect` finds the trial.
 
-`cli/root.py` adds the command to `hydra-tune`, and users call the command during a sweep or afterwards; with `--out`,
-after a sweep with `hydra.keep_best`. Only `--out` imports torch.
+`cli/root.py` adds the command to `hydra-tune`, and users call the command during a sweep or afterwards. Only `--out`
+imports torch.
 """
 
 import json
@@ -60,7 +60,7 @@ def best(
         raise click.UsageError("--force and --weights-dir are for weights; give --out FILE as well")
     try:
         if out is not None:
-            # The write checks --out again; here a mistake is found before torch is imported and the storage is opened.
+            # The write checks --out again; here a mistake is found before the storage is opened and torch is imported.
             _check_out(out, force=force)
         record = find_run(run, storage)
         chosen = chosen_trial(record, trial)

@@ -59,12 +59,7 @@ def devices(*, devices: str, device_memory: str | None, no_measure: bool, as_jso
 
 
 def print_survey(console: Console, found: Mapping[str, Any]) -> None:
-    """Print a survey of the devices.
-
-    Args:
-        console: output console.
-        found: a `DeviceSurvey`, as plain data.
-    """
+    """Print a `DeviceSurvey`, given as plain data."""
     # On a narrow console the rate of both ways at once gives way.
     ways = _WAYS if console.width >= _WIDE else _WAYS[:2]
     console.print(_device_table(found["devices"], ways))

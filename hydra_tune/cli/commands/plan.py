@@ -28,7 +28,6 @@ _MOST_OF_A_GRID = 32
 
 
 def _count(spec: SweepSpec) -> int:
-    """Default number of configurations to plan: a whole grid if small enough, else a few."""
     # A sweep never has more trials than its run_cap, so by default a plan shows no more.
     most = spec.run_cap or _MOST_OF_A_GRID
     if (

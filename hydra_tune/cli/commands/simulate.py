@@ -2,8 +2,7 @@
 
 The command turns flags or a profile into a scenario and prints the outcome of `hydra_tune.simulate`; with `--replay` the
 command prints the comparison that `replay` (`simulate/recorded/replay.py`) makes of a recording. The module must not
-compute schedules of its own. `cli/root.py` adds the command to `hydra-tune`, and users call the command before a sweep or,
-with `--replay`, after a recorded sweep.
+compute schedules of its own. `cli/root.py` adds the command to `hydra-tune`.
 
 Note: a scenario may take minutes to play, so each refusal of flags, and of extras that are not installed, must come before
 the simulation. Only damage of a recording may be found while the recording is played.
@@ -248,7 +247,6 @@ def simulate_command(
 
 
 def _replay(context: click.Context, path: Path, *, as_json: bool) -> None:
-    """Replay a recorded sweep, and print the comparison."""
     # Only options that the user typed: defaults are compatible with --replay.
     typed_options = {
         name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
@@ -277,7 +275,7 @@ def _check_optimum(scenario: Scenario) -> None:
 
 
 def _best_schedule(scenario: Scenario, seconds: float) -> BestSchedule:
-    """Search the best schedule of the units that the simulation has run, as if all trials had been there from the start."""
+    """Search the best schedule of the simulated units, as if all trials had been there from the start."""
     speed = scenario.devices[0].speed
     chains = {trial.name: [unit.seconds / speed for unit in trial.step] * trial.steps_run for trial in scenario.trials}
     return optimal_schedule(chains, len(scenario.devices), time_limit_seconds=seconds)

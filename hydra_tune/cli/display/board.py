@@ -1,10 +1,10 @@
 """`SweepProgressTracker`: the state of a running sweep, and its snapshots.
 
-Two threads use the board: the tuner's thread reports events, and the drawing thread takes snapshots. An ended trial
-leaves only plain values, because its job holds a trained model that must not outlive the trial. The lock guards the
-trials, and no line is written under the lock, because writing may block. `stop` runs in a signal handler, and so takes
-no lock. `cli/run/sweep_run.py` and `cli/run/cluster.py` make the board before a sweep, hand the board to the tuner as
-the observer, and take the last snapshot for the summary.
+The tuner's thread reports events, and the drawing thread takes snapshots. An ended trial leaves only plain values,
+because its job holds a trained model that must not outlive the trial. The lock guards the trials, and no line is written
+under the lock, because writing may block. `stop` runs in a signal handler, and so takes no lock. `cli/run/sweep_run.py`
+and `cli/run/cluster.py` make the board before a sweep, hand the board to the tuner as the observer, and take the last
+snapshot for the summary.
 """
 
 import threading
@@ -36,7 +36,7 @@ class SweepProgressTracker:
 
     Args:
         spec: the sweep.
-        log: receives one line for each ended trial, and for each note or warning about the sweep.
+        log: receives one line for each trial that has ended or is left, and for each note or warning about the sweep.
         event_log: the file of the event log; None: no log.
         warnings: warnings about the sweep itself, already shown.
         command: the command that goes on with the sweep; None where not known.
@@ -193,14 +193,7 @@ class SweepProgressTracker:
         self._ended_seconds = time.monotonic()
 
     def snapshot(self, stats: PoolStats) -> SweepView:
-        """Take a snapshot of the sweep.
-
-        Args:
-            stats: the pool's figures.
-
-        Returns:
-            Plain values only.
-        """
+        """Take a snapshot of the sweep, of plain values only."""
         # A snapshot after the end shows the time of the end.
         now = self._ended_seconds or time.monotonic()
         with self._lock:
@@ -231,7 +224,6 @@ class SweepProgressTracker:
             return with_outlook(view, self._forecaster, num_unstarted=self._num_unstarted(), stats=stats)
 
     def _num_unstarted(self) -> int | None:
-        """Number of trials not started yet, or None where not known."""
         if self._ended_seconds is not None:
             return 0
         # A stopping sweep starts no further trial, but its end is not the end of the study.
@@ -240,7 +232,7 @@ class SweepProgressTracker:
         return max(0, self._num_planned - len(self._entries))
 
     def _next_step(self) -> str | None:
-        """Advice after an interruption, or where this run had no trial to begin; None otherwise."""
+        """Return advice after an interruption, or where this run had no trial to begin."""
         spec, entries = self._spec, self._entries.values()
         if self._command is None:
             return None

@@ -18,12 +18,9 @@ TERMINAL_BACK = b"\x1b[?25h\x1b[?1049l"
 
 
 def isolates(spec: SweepSpec, wanted: bool | None, *, is_on_cluster: bool) -> bool:
-    """Whether a sweep should survive a crash of its process.
+    """Return whether a sweep, with the command line's options, runs in a process of its own.
 
-    Args:
-        spec: the sweep, with the command line's options.
-        wanted: the command line's choice; None: isolate wherever possible.
-        is_on_cluster: whether the sweep runs on a cluster.
+    With `wanted` None, a sweep does so wherever possible.
 
     Raises:
         ConfigError: isolation is requested but not possible.
@@ -49,12 +46,7 @@ def isolates(spec: SweepSpec, wanted: bool | None, *, is_on_cluster: bool) -> bo
 
 
 def tell_crash(display: DisplayOptions, text: str) -> None:
-    """Report a crash of the sweep's process on standard error, and restore the terminal that the process has left.
-
-    Args:
-        display: the user's choice of display.
-        text: the message.
-    """
+    """Report a crash of the sweep's process on standard error, and restore the terminal that the process has left."""
     if display.live and not display.as_json and sys.stdout.isatty():
         # The crashed process had no chance to do so itself.
         os.write(sys.stdout.fileno(), TERMINAL_BACK)

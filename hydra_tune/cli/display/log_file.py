@@ -1,9 +1,8 @@
 """Chooses the file of a sweep's event log.
 
 `cli/commands/sweep.py` calls `log_path` once the sweep file is read and merged with the options, except for a sweep on
-a Ray cluster. Where a sweep is isolated, the function runs in the supervising process, and the sweep's process writes the
-file (`observe/event_log/writer.py`). A process that follows a crash writes to a numbered file beside the first. The module
-must create no file, start no thread and import no torch.
+a Ray cluster. `observe/event_log/writer.py` writes the file. Where a sweep is isolated, the function runs in the
+supervising process: the module must create no file, start no thread and import no torch.
 """
 
 import os
@@ -20,14 +19,7 @@ _FOLDER = "runs"
 
 
 def log_path(spec: SweepSpec, given: str | None, *, no_log: bool) -> Path | None:
-    """Choose the file for the event log: the requested file, or a new file for this run in `runs/`.
-
-    The folder `runs/` is in the working folder of the command.
-
-    Args:
-        spec: the sweep.
-        given: the requested file; None: no request.
-        no_log: whether to write no log.
+    """Choose the file for the event log: the given file, or a new file for this run in `runs/` of the working folder.
 
     Returns:
         The file; None: no log. If no place for the default file can be written, standard error says so.

@@ -14,12 +14,16 @@ from click.core import ParameterSource
 # SQLAlchemy takes everything before the first "@" as the password, also slashes. A password may have an "@" that the user
 # has not escaped, so the mask reaches to the last "@" before the next slash. A number before a slash is a port.
 _PASSWORD = re.compile(r"(://[^:/@\s]*):(?!\d+/)[^@\s]*@(?:[^/\s]*@)?")
+# Drivers take passwords as options of the URL, too; those of `odbc_connect` may be escaped.
+_OPTION = re.compile(
+    r"((?:[?&;=]|%3[BD])(?:ssl)?(?:passw(?:or)?d|pwd)(?:=|%3D))(?:(?!%3B|%26)[^&;\s'\"])*", re.IGNORECASE
+)
 _ONCE = frozenset({"resume", "as_json", "no_live", "event_log", "timeline"})  # of one run, not of the sweep
 
 
 def masked(text: str) -> str:
-    """Replace the password of a database's URL, for places that other people read."""
-    return _PASSWORD.sub(r"\1:***@", text)
+    """Replace the passwords of a database's URL, for places that other people read."""
+    return _OPTION.sub(r"\1***", _PASSWORD.sub(r"\1:***@", text))
 
 
 def command_of(context: click.Context) -> str:
@@ -43,10 +47,7 @@ def command_of(context: click.Context) -> str:
 def how_to_go_on(command: str, *, is_kept: bool, saves: bool) -> str:
     """Describe how an interrupted sweep goes on.
 
-    Args:
-        command: runs the sweep again.
-        is_kept: whether the study is in a storage, under a name.
-        saves: whether running trials have checkpoints.
+    `is_kept` tells whether the study is in a storage, under a name; `saves`, whether running trials have checkpoints.
     """
     if not is_kept:
         return (

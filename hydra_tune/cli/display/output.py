@@ -30,11 +30,7 @@ _NUM_RECENT = 200
 
 
 class SweepOutput:
-    """Standard output of one sweep.
-
-    Args:
-        display: the user's choice of display.
-    """
+    """Standard output of one sweep."""
 
     def __init__(self, display: DisplayOptions) -> None:
         # Kept from the start, because `quiet` and the live view redirect the names in `sys`.
@@ -72,11 +68,7 @@ class SweepOutput:
 
     @contextmanager
     def showing(self, snapshot: Callable[[], SweepView]) -> Iterator[None]:
-        """Show the sweep within the block.
-
-        Args:
-            snapshot: returns the sweep's present state; the live view calls from another thread.
-        """
+        """Show the sweep within the block; the views call `snapshot` from other threads."""
         if self._live:
             # Read by `note` and `abandon` on the thread that listens to signals.
             self._is_shown = True

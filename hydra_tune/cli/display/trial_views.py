@@ -16,7 +16,7 @@ from hydra_tune.task import TrainTask
 
 @dataclass(slots=True, kw_only=True)
 class TrackedTrial:
-    """A trial, with its task and job until the end.
+    """A trial.
 
     Args:
         view: the values known without the job.
@@ -32,7 +32,7 @@ class TrackedTrial:
 
 
 def live_view(entry: TrackedTrial) -> TrialView:
-    """Present view of a trial."""
+    """Return the present view of a trial."""
     job = entry.job
     if job is None:
         return entry.view
@@ -52,15 +52,9 @@ def left_view(entry: TrackedTrial) -> TrialView:
 
 
 def final_view(entry: TrackedTrial, record: TrialRecord, *, stopping: bool) -> tuple[TrialView, BaseException | None]:
-    """Final view of a trial.
+    """Return the final view of a trial, and the trial's error if the trial failed.
 
-    Args:
-        entry: the trial; its job, if any, is over.
-        record: the tuner's report of the end.
-        stopping: whether a signal has asked for the end before, perhaps while the task was being built.
-
-    Returns:
-        The view, and the trial's error if it failed.
+    `stopping` tells whether a signal has asked for the end before, perhaps while the task was being built.
     """
     result = entry.job.result(timeout=0) if entry.job is not None and entry.job.state in ENDED else None
     error = None

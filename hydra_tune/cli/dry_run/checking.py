@@ -30,14 +30,9 @@ _MOST_VALUES = 8
 
 
 def run_check(spec: SweepSpec, *, as_json: bool) -> int:
-    """Check a sweep and print what would run.
+    """Check a sweep and print what would run; return the exit code of the program.
 
-    Args:
-        spec: the sweep.
-        as_json: one JSON object on standard output, and nothing else; nothing at all there after an error.
-
-    Returns:
-        The exit code of the program.
+    With `as_json`, standard output has one JSON object and nothing else, and nothing at all after an error.
     """
     output, stdout = SweepOutput(DisplayOptions(as_json=as_json, live=False)), sys.stdout
     try:
@@ -88,11 +83,7 @@ def _pool(**engine: Any) -> HydraExecutor:
 
 
 def _build_one(build: TaskBuilder) -> None:
-    """Build the task of one configuration, which must report the sweep's metric.
-
-    Raises:
-        TaskError: the user's function has failed, or has returned something else.
-    """
+    """Build the task of one configuration, which must report the sweep's metric."""
     spec = build.spec
     if spec.parameters is None:
         return  # the function draws from a tuner's trial, and there is no study here
@@ -108,7 +99,6 @@ def _build_one(build: TaskBuilder) -> None:
 
 
 def _description(spec: SweepSpec, pool: HydraExecutor, num_ended: int, num_left: int | None) -> dict[str, Any]:
-    """Describe what would run, by short names."""
     saving = "not kept: the study ends with its process"
     if spec.storage is not None:
         saving = f"{spec.study or 'a study without a name'} in {masked(spec.storage)}"

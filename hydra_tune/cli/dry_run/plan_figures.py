@@ -27,9 +27,7 @@ _ASCII = str.maketrans(
 def print_figures(console: Console, found: Sequence[tuple[int, PoolForecast]]) -> None:
     """Print the profile of each kind of trial once, and each reason for no profile with the trials that have the reason.
 
-    Args:
-        console: output console.
-        found: numbers of trials, and their forecasts.
+    `found` has numbers of trials, and their forecasts.
     """
     kinds: dict[int, tuple[StepFigures, list[int]]] = {}
     without: dict[str, list[int]] = {}
@@ -52,12 +50,7 @@ def print_figures(console: Console, found: Sequence[tuple[int, PoolForecast]]) -
 
 
 def figure_lines(figures: StepFigures, width: int) -> list[str]:
-    """Format a whole profile.
-
-    Args:
-        figures: of the profile.
-        width: characters of a line; at least 60.
-    """
+    """Format a whole profile in lines of `width` characters, at least 60."""
     return [
         "",
         f"how long feature maps lie idle in a step of one trial ({_ms(figures.curve[-1].seconds)} ms)",
@@ -181,7 +174,6 @@ def _parts(system: ComparedSystem) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Align the first column to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  " + "  ".join(c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))

@@ -29,7 +29,7 @@ class ConfigurationForecast:
 
     Attributes:
         number: from 0.
-        params: drawn parameters.
+        params: parameters.
         forecast: forecast of the trial alone in the pool; None if no plan is possible.
         error: reason for no plan.
         enough_bytes: sufficient budget where memory is short, in bytes.
@@ -92,14 +92,7 @@ class ConfigurationForecast:
 def print_planned(
     console: Console, planned: Sequence[ConfigurationForecast], notes: Sequence[str] = (), *, shows_fusion: bool = False
 ) -> None:
-    """Print the planned configurations.
-
-    Args:
-        console: output console.
-        planned: the configurations.
-        notes: remarks on all plans; printed first.
-        shows_fusion: whether to list the trials that could be fused.
-    """
+    """Print `notes` on all plans, then the planned configurations."""
     forecasts = [
         (configuration.number, configuration.forecast)
         for configuration in planned
@@ -159,7 +152,6 @@ def _written(params: Mapping[str, Scalar], names: AbstractSet[str]) -> str:
 
 
 def _alike(found: Sequence[tuple[int, PoolForecast]]) -> list[Text]:
-    """Describe the trials with the same architecture, and the trials whose plan was not checked, if any."""
     numbers: dict[int, list[int]] = {}
     for number, forecast in found:
         architecture = forecast.trials[0].architecture
@@ -174,7 +166,6 @@ def _alike(found: Sequence[tuple[int, PoolForecast]]) -> list[Text]:
 
 
 def _fusion(found: Sequence[tuple[int, PoolForecast]]) -> list[Text]:
-    """Describe the trials that could be fused, the gain, and the reasons for the others."""
     members: dict[int, list[int]] = {}
     alone: dict[str, list[int]] = {}
     forecast_of_group: dict[int, FusionForecast] = {}
@@ -220,7 +211,7 @@ class _PlanTableColumn:
 
     @property
     def width(self) -> int:
-        """Width in characters, with the gap before the column."""
+        """Width in characters, with a gap."""
         return max(map(len, (self.name, *self.cells))) + 1
 
 
@@ -270,7 +261,6 @@ def _shards(trial: TrialForecast) -> str:
 
 
 def _ways(found: Sequence[tuple[int, PoolForecast]]) -> list[str]:
-    """Describe how trials run, and why."""
     numbers: dict[str, list[int]] = {}
     for number, forecast in found:
         trial = forecast.trials[0]
@@ -292,7 +282,7 @@ def _counted(activations: Sequence[str]) -> str:
 
 
 def _traffic(found: Sequence[tuple[int, PoolForecast]]) -> list[_PlanTableColumn]:
-    """Bytes moved in a step, both ways together: one column for each kind with any bytes."""
+    """Return the bytes moved in a step, both ways together: one column for each kind with any bytes."""
     bytes_of_trials = [forecast.bytes_by_kind for _, forecast in found]
     # In the order of `BlockKind`, whichever kinds the first trial moves.
     kinds = [

@@ -40,19 +40,10 @@ def run_plan(
     probe: bool = False,
     profile: bool | int = False,
 ) -> int:
-    """Plan some configurations of a sweep and show the plans.
+    """Plan `count` configurations of a sweep and show the plans; return the exit code of the program.
 
-    Args:
-        spec: the sweep.
-        given: options of the executor that override the file's; None where not given.
-        count: number of configurations.
-        seed: of the draws.
-        as_json: one JSON object on standard output, and nothing else.
-        probe: whether to time steps of fusable trials.
-        profile: whether to profile steps, or for how many trials; as of `HydraExecutor.plan`.
-
-    Returns:
-        The exit code of the program.
+    Options of the executor in `given` override the file's; None where not given. `probe` and `profile` are as of
+    `HydraExecutor.plan`. With `as_json`, standard output has one JSON object and nothing else.
     """
     output = SweepOutput(DisplayOptions(as_json=as_json, live=False))
     # The stream of before, because the user's code may replace `sys.stdout` for good.
@@ -99,7 +90,6 @@ def _points(spec: SweepSpec, parameters: Mapping[str, Domain], count: int, seed:
 
 
 def _stood_for(asked: str, pool: HydraExecutor) -> list[str]:
-    """Note for requested GPUs that this machine lacks."""
     names = pool.device_names
     # GPUs were asked for, and the executor has put CPU devices in their places.
     if "cuda" not in asked or not all(name.startswith("cpu") for name in names):
@@ -108,7 +98,6 @@ def _stood_for(asked: str, pool: HydraExecutor) -> list[str]:
 
 
 def _made_up(found: Sequence[ConfigurationForecast]) -> list[str]:
-    """Note for trials planned without their data."""
     numbers = ", ".join(str(configuration.number) for configuration in found if configuration.shapes_only)
     return (
         [f"NO DATA: planned with made-up batches of the right shape, and not to be trained so: {numbers}"]

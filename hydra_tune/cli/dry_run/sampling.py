@@ -14,23 +14,14 @@ from hydra_tune.cli.sweep_file.domains import ChoiceDomain, Domain, FloatDomain,
 
 
 def sample(parameters: Mapping[str, Domain], count: int, seed: int) -> list[dict[str, Scalar]]:
-    """Draw points whose values are spread over each parameter's whole domain (a Latin hypercube).
-
-    Args:
-        parameters: domain of each parameter.
-        count: number of points.
-        seed: of the draws; equal seeds give equal points.
-
-    Returns:
-        The points; each value of a choice comes about equally often.
-    """
+    """Draw points whose values are spread over each parameter's whole domain (a Latin hypercube)."""
     source = random.Random(seed)  # noqa: S311 - not for secrets
     columns = {name: _column(domain, count, source) for name, domain in parameters.items()}
     return [{name: column[number] for name, column in columns.items()} for number in range(count)]
 
 
 def grid(parameters: Mapping[str, Domain]) -> list[dict[str, Scalar]]:
-    """List every combination once, the last parameter varying fastest; each parameter needs finitely many values."""
+    """List every combination once; each parameter needs finitely many values."""
     columns = [domain.grid() or () for domain in parameters.values()]
     return [dict(zip(parameters, values, strict=True)) for values in itertools.product(*columns)]
 
@@ -44,7 +35,6 @@ def _column(domain: Domain, count: int, source: random.Random) -> list[Scalar]:
 
 
 def _at(domain: Domain, place: float) -> Scalar:
-    """Value at a place from 0 to below 1."""
     if isinstance(domain, ChoiceDomain):
         # `place` is below 1, so the index stays below the length.
         return domain.values[int(place * len(domain.values))]

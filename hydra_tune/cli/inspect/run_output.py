@@ -61,12 +61,7 @@ def print_status(console: Console, runs: Sequence[SweepRunRecord]) -> None:
 
 
 def to_json(run: SweepRunRecord, *, with_trials: bool = True) -> dict[str, Any]:
-    """Convert a run to plain data for machines, with the names of `SweepRunRecord`, except that `phase` is called `state`.
-
-    Args:
-        run: the run.
-        with_trials: whether to list all trials, the best first.
-    """
+    """Convert a run to plain data for machines, with the names of `SweepRunRecord`, except that `phase` is called `state`."""
     data: dict[str, Any] = {
         "name": run.name,
         "state": run.phase,

@@ -1,16 +1,18 @@
 """Finds the runs of a folder or a storage, by event logs, sweep files and storages; needs no server.
 
 `hydra-tune list` and `hydra-tune status` (`cli/commands/list.py`) call `runs_at`; `show`, `best`, `plot` and `export`
-call `find_run`. `cli/run/sweep_run.py` and `cli/run/export.py` share `study_reader`. A run is known by its storage and
-its study; logs of one study belong to one run, and a log whose study was in memory is a run of its own. Scanning only
-reads: an SQLite file of the folder is opened as a storage only if Optuna's tables are there, because Optuna would add
-them to any other.
+call `find_run`. `cli/commands/plot.py`, `cli/run/sweep_run.py` and `cli/run/export.py` share `study_reader`, and
+`integrations/hydra_tune_optuna/sweep.py` calls `absolute_storage`. A run is known by its storage and its study; logs of
+one study belong to one run, and a log whose study was in memory is a run of its own. Scanning only reads: an SQLite file
+that no sweep file or log names is opened as a storage only if Optuna's tables are there, because Optuna would add the
+tables to any other; a locked file counts as having the tables.
 """
 
+import re
 import shlex
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,9 @@ _LOGS = ("*.jsonl", "runs/*.jsonl")
 _SWEEP_FILES = ("*.yaml", "*.yml")
 _YAML = (".yaml", ".yml")
 _DATABASES = (".db", ".sqlite", ".sqlite3")
-_FILES = ("sqlite:///", "journal://", "journal:")
+_FILE = re.compile(
+    r"(sqlite(?:\+\w+)?:///|journal:(?://)?)([^?]*)(.*)"
+)  # how a URL of a file begins, the path, options
 _TUNER = "optuna"
 _NAMELESS = "no-name-"  # Optuna's own names of studies begin so
 _CLOCK_SECONDS = 1.0  # a trial starts in the storage before the log begins; clocks are read at different places
@@ -65,7 +69,7 @@ def find_runs(
 
     Args:
         folder: with sweep files, storages, and event logs there or in `runs`.
-        storage: looks only for studies in this storage.
+        storage: storage of the studies; None: all storages of the folder.
         also: a sweep file or an event log elsewhere.
 
     Returns:
@@ -101,11 +105,7 @@ def find_runs(
 
 
 def find_run(name: str | None, storage: str | None) -> SweepRunRecord:
-    """Find one run by the user's word for the run.
-
-    Args:
-        name: as for `runs_at`; None: the only one of the working folder.
-        storage: storage of the study; None: any storage of the folder.
+    """Find one run by the user's word for the run, as for `runs_at`; None: the only run of the working folder.
 
     Raises:
         ConfigError: there is no such run, or several.
@@ -143,11 +143,7 @@ def runs_at(place: str, storage: str | None) -> tuple[list[SweepRunRecord], list
 
 
 def _runs_of(path: Path, storage: str | None) -> list[SweepRunRecord]:
-    """Find the runs of a file, the newest first.
-
-    Args:
-        path: a sweep file, an event log or an SQLite file.
-        storage: storage of the study; None: that of the file.
+    """Find the runs of a sweep file, an event log or an SQLite file; at least one.
 
     Raises:
         ConfigError: there is no run, or the storage cannot be read.
@@ -222,11 +218,11 @@ def kept_study(run: SweepRunRecord) -> tuple[str, str]:
 
 def absolute_storage(url: str, folder: Path) -> str:
     """Make the path in the URL of a storage file absolute; other URLs stay as they are."""
-    prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
-    if prefix is None:
+    parts = _FILE.fullmatch(url)
+    if parts is None:
         return url
-    path, mark, options = url.removeprefix(prefix).partition("?")
-    return f"{prefix}{(folder.resolve() / path)}{mark}{options}"
+    prefix, path, options = parts.groups()
+    return f"{prefix}{(folder.resolve() / path)}{options}"
 
 
 def _paths(folder: Path, patterns: Iterable[str], also: Path | None) -> list[Path]:
@@ -269,7 +265,7 @@ def _storages(folder: Path, specs: Iterable[SweepSpec], logs: Iterable[RunState]
 
 
 def _is_database(path: Path) -> bool:
-    """Whether a file is an SQLite database with Optuna's tables; Optuna would add its tables to any other."""
+    """Whether a file is an SQLite database with Optuna's tables; True for a locked file."""
     if path.suffix not in _DATABASES or not path.is_file():
         return False
     try:
@@ -285,9 +281,9 @@ def _is_database(path: Path) -> bool:
 def _studies(urls: Iterable[str], notes: list[str], *, is_given: bool) -> dict[tuple[str, str], _RunParts]:
     parts: dict[tuple[str, str], _RunParts] = {}
     for url in urls:
-        prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
+        parts_of_url = _FILE.fullmatch(url)
         # The storage of a sweep that has not run yet.
-        if not is_given and prefix is not None and not Path(url.removeprefix(prefix).partition("?")[0]).is_file():
+        if not is_given and parts_of_url is not None and not Path(parts_of_url[2]).is_file():
             continue
         try:
             records = study_reader().read(url)
@@ -314,6 +310,14 @@ def _is_of_study(log: RunState, part: _RunParts) -> bool:
     return started_at is None or log.started_at.timestamp() >= started_at.timestamp() - _CLOCK_SECONDS
 
 
+def _is_locked(lock: Path) -> bool:
+    """Whether a process runs the sweep of a folder, as far as this user may know."""
+    # Another user's lock cannot be opened; the log tells of a running sweep, too.
+    with suppress(PermissionError):
+        return is_locked(lock)
+    return False
+
+
 def _record(part: _RunParts, folder: Path) -> SweepRunRecord:
     logs = sorted(part.logs, key=lambda log: log.started_at)
     log = logs[-1] if logs else None
@@ -321,7 +325,7 @@ def _record(part: _RunParts, folder: Path) -> SweepRunRecord:
     spec, record = part.spec, part.record
     study = record.name if record is not None else facts.get("study") if facts.get("storage") else None
     lock = None if study is None else _sweep_folder(part, facts, study, folder)
-    is_alive = (log is not None and log.is_alive and not log.is_ended) or (lock is not None and is_locked(lock))
+    is_alive = (log is not None and log.is_alive and not log.is_ended) or (lock is not None and _is_locked(lock))
     trials = _trials(part, logs)
     planned = facts.get("planned") or (None if spec is None else _planned(spec))
     phase = phase_of(trials, log, planned=planned, is_alive=is_alive, has_folder=lock is not None)

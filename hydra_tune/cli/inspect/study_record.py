@@ -2,7 +2,8 @@
 
 `study_reader` (`run_scan.py`) finds a `StudyReader` through the entry points `hydra_tune.studies`: for the scan itself,
 for `cli/commands/plot.py` and `cli/run/export.py`, which draw, and for `cli/run/sweep_run.py`, which checks. Optuna's
-reader is in `integrations/hydra_tune_optuna/study_reader.py`.
+reader is in `integrations/hydra_tune_optuna/study_reader.py`. Only `check` may import torch, so that `hydra-tune list`
+answers at once.
 """
 
 from dataclasses import dataclass
@@ -48,11 +49,7 @@ class StudyReader(Protocol):
         """
 
     def check(self, spec: SweepSpec, *, resume: bool) -> tuple[int, int | None]:
-        """Refuse a sweep that cannot begin.
-
-        Args:
-            spec: the sweep.
-            resume: whether the study must be there.
+        """Refuse a sweep that cannot begin; with `resume`, the study must be there.
 
         Returns:
             The trials of the study that have ended, and the trials that would run; None: without limit.
@@ -63,12 +60,7 @@ class StudyReader(Protocol):
         """
 
     def plot(self, storage: str, study: str, path: Path) -> tuple[str, ...]:
-        """Draw a study: learning curves, parallel coordinates and importances.
-
-        Args:
-            storage: storage of the study.
-            study: name of the study.
-            path: the file to write, `.png` or `.html`.
+        """Draw a study into a file, `.png` or `.html`: learning curves, parallel coordinates and importances.
 
         Returns:
             A sentence for each picture that could not be drawn.

@@ -75,7 +75,7 @@ class SweepRunRecord:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of trials by state, in a fixed order, without states that no trial is in."""
+        """Number of trials by state, without states that no trial is in."""
         states = [trial.state for trial in self.trials]
         order = ("completed", "pruned", "failed", "cancelled", LEFT)
         return {state: states.count(state) for state in dict.fromkeys((*order, *sorted(states))) if state in states}
@@ -94,14 +94,14 @@ def num_ended(trials: Sequence[TrialView]) -> int:
 def phase_of(
     trials: Sequence[TrialView], log: RunState | None, *, planned: int | None, is_alive: bool, has_folder: bool
 ) -> RunPhase:
-    """Decide the state of a run.
+    """Decide the state of a run (`SweepRunRecord.phase`).
 
     Args:
         trials: all trials.
         log: the newest event log; None: no log is known.
         planned: number of trials planned, if known.
         is_alive: whether a process holds a lock of the run.
-        has_folder: whether the sweep has a folder with a lock, which tells that no process runs the sweep.
+        has_folder: whether the sweep has a folder, whose lock is free unless `is_alive`.
     """
     if is_alive:
         return "running"

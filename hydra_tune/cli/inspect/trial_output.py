@@ -21,13 +21,7 @@ from hydra_tune.observe.live.snapshot import TrialView
 
 
 def print_trials(console: Console, run: SweepRunRecord, top: int) -> None:
-    """Print a table of the best trials: value, unless there are several objectives, state, parameters and metrics.
-
-    Args:
-        console: output console.
-        run: the run.
-        top: number of trials.
-    """
+    """Print a table of the `top` best trials: value, unless there are several objectives, state, parameters and metrics."""
     trials = run.ranked[:top]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("trial", justify="right", no_wrap=True)
@@ -53,14 +47,9 @@ def print_trials(console: Console, run: SweepRunRecord, top: int) -> None:
 
 
 def write_csv(file: TextIO, run: SweepRunRecord, top: int | None) -> None:
-    """Write a line for each of the first `top` trials, the best first, with a column for each parameter and each metric.
+    """Write a line for each of the `top` best trials, or of all, with a column for each parameter and each metric.
 
     The tuner's metric has a column of its own in front of both.
-
-    Args:
-        file: text file.
-        run: the run.
-        top: number of trials; None: all.
     """
     trials = run.ranked[:top]
     params, metrics = _names(trials, "params"), _names(trials, "metrics", without=run.metric)

@@ -33,16 +33,7 @@ _REFUSED = {
 
 
 def run_cluster_sweep(spec: SweepSpec, display: DisplayOptions, address: str) -> int:
-    """Run a sweep on a Ray cluster and show the result.
-
-    Args:
-        spec: the sweep.
-        display: the user's choice of display.
-        address: of the cluster.
-
-    Returns:
-        The exit code of the program.
-    """
+    """Run a sweep on the Ray cluster at an address and show the result; return the exit code of the program."""
     output = SweepOutput(display)
     board = SweepProgressTracker(spec, output.log)
     try:

@@ -28,18 +28,10 @@ _OTHER_WEIGHTS = (
 def export_weights(
     run: SweepRunRecord, trial: TrialView, out: Path, *, weights_dir: str | None, overwrite: bool, as_json: bool
 ) -> int:
-    """Find weights and write them to a file, with facts of their trial as metadata.
+    """Find weights and write them to a file, with their metadata; return the exit code of the program.
 
-    Args:
-        run: the run.
-        trial: its trial.
-        out: the file.
-        weights_dir: present place of the weights; None: that of the sweep file.
-        overwrite: whether to replace an existing file.
-        as_json: one JSON object on standard output, and nothing else.
-
-    Returns:
-        The exit code of the program.
+    `weights_dir` is the present place of the weights; None: that of the sweep file. With `as_json`, standard output has one
+    JSON object and nothing else.
     """
     try:
         study, path = _copy_weights(run, trial, out, weights_dir=weights_dir, overwrite=overwrite)
@@ -68,13 +60,9 @@ def export_weights(
 
 
 def export_run(run: SweepRunRecord, folder: Path) -> list[str]:
-    """Write trials, pictures and the best weights of a run into a folder.
+    """Write trials, pictures and the best weights of a run into an existing folder.
 
     Files of the same names are replaced, or removed where this run has nothing for them.
-
-    Args:
-        run: the run.
-        folder: an existing folder.
 
     Returns:
         One line for each file that could not be made, with the reason.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first signal ends the sweep in order; a second signal or a timeout ends the process at once.
+"""Ctrl-C and SIGTERM: the first signal ends the sweep in order; a second signal or a timeout ends the process out of order.
 
 `run_sweep` (`sweep_run.py`) enters `stops` just before the tuner runs, and leaves `stops` once the pool is shut down.
 
@@ -8,6 +8,7 @@ watches the clock, and ends the process if necessary. The thread must take no lo
 """
 
 import contextlib
+import math
 import multiprocessing
 import os
 import select
@@ -28,7 +29,7 @@ _CLOSED = 0  # no signal has this number
 
 
 class StopSignalHandler:
-    """State of the signals' requests.
+    """The first signal, and the reaction to signals.
 
     Args:
         within_seconds: longest time from the first signal to the end of the process.
@@ -64,7 +65,7 @@ class StopSignalHandler:
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     def watch(self, pipe: socket.socket) -> None:
-        """Read signals from a pipe until the pipe closes; the body of the listening thread."""
+        """Read signals from a pipe until `_CLOSED`; the body of the listening thread."""
         first = _next(pipe, None)
         if first == _CLOSED or first is None:
             return
@@ -98,9 +99,12 @@ class StopSignalHandler:
 
 def _next(pipe: socket.socket, deadline: float | None) -> int | None:
     """Wait for the next signal of `SIGNALS`, or for `_CLOSED`; None at the deadline."""
+    # `select.select` refuses descriptors from 1024 on, which a program with many open files gets.
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
     while True:
         remaining_seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not select.select([pipe], [], [], remaining_seconds)[0]:
+        if not poll.poll(None if remaining_seconds is None else math.ceil(1000 * remaining_seconds)):
             return None
         (number,) = pipe.recv(1)
         marks = here()
@@ -135,13 +139,8 @@ def stops(
 ) -> Iterator[StopSignalHandler]:
     """Within the block, raise at the first signal; a second signal or the given time ends the process.
 
-    Does nothing outside the main thread, since only the main thread receives signals.
-
-    Args:
-        within_seconds: as of `StopSignalHandler`.
-        on_first: as of `StopSignalHandler`.
-        first_words: as of `StopSignalHandler`.
-        last_words: as of `StopSignalHandler`.
+    Does nothing outside the main thread, since only the main thread receives signals. Arguments are as of
+    `StopSignalHandler`.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, from anywhere in the block.

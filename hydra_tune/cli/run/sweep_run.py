@@ -83,19 +83,10 @@ def run_sweep(
     resume: bool = False,
     beginning: RestartContext | None = None,
 ) -> int:
-    """Run a sweep and show the result.
+    """Run a sweep and show the result; return the exit code of the program.
 
-    Args:
-        spec: the sweep.
-        display: the user's choice of display.
-        timeout_seconds: no trial starts later; None: no limit.
-        timeline: the file for the timeline; None: no timeline.
-        event_log: the file for the event log; None: no log.
-        resume: whether a study to resume must exist.
-        beginning: a supervisor's account of the run so far; None: no supervisor.
-
-    Returns:
-        The exit code of the program.
+    No trial starts later than `timeout_seconds`. With `resume`, a study to resume must exist. `beginning` is a supervisor's
+    account of the run so far.
     """
     beginning = beginning or RestartContext()
     if timeline is not None and not _is_writable(timeline):
@@ -167,11 +158,7 @@ def _written(pool: _WatchedExecutor, path: Path) -> bool:
 
 
 def opened(spec: SweepSpec, make: Callable[..., Pool]) -> Pool:
-    """Make the pool that a sweep file describes, and open its devices.
-
-    Args:
-        spec: the sweep.
-        make: makes the pool from the options of the file.
+    """Make the pool that a sweep file describes, and open its devices; `make` takes the options of the file.
 
     Raises:
         SweepFileError: devices are missing or too small; the message begins with the place in the file.
@@ -191,9 +178,7 @@ def opened(spec: SweepSpec, make: Callable[..., Pool]) -> Pool:
 def check_beginning(spec: SweepSpec, *, resume: bool) -> tuple[int, int | None]:
     """Refuse a sweep that its folder or its study would not let begin; creates nothing.
 
-    Args:
-        spec: the sweep.
-        resume: whether the sweep must have run before.
+    With `resume`, the sweep must have run before.
 
     Returns:
         The trials of the study that have ended, and the trials that would run; None: without limit.
@@ -214,7 +199,7 @@ def check_beginning(spec: SweepSpec, *, resume: bool) -> tuple[int, int | None]:
 
 
 def _own_folder(spec: SweepSpec) -> "AbstractContextManager[SweepFolder | None]":
-    """Make the sweep's own folder for its trials' checkpoints, a context to enter before any pool or study exists."""
+    """Lock the sweep's own folder, before any pool or study exists."""
     if spec.checkpoint_dir is None:
         return nullcontext()
     assert spec.study is not None, "checked before"
@@ -225,7 +210,7 @@ def _own_folder(spec: SweepSpec) -> "AbstractContextManager[SweepFolder | None]"
 
 
 def _saving(spec: SweepSpec) -> dict[str, Any]:
-    """Options of the pool only for running, not for planning."""
+    """Return options of the pool for running alone, not for planning."""
     return {
         "checkpoint_dir": spec.checkpoint_dir,
         "checkpoint_every": spec.checkpoint_every,
@@ -249,7 +234,6 @@ def _last_words(spec: SweepSpec, output: SweepOutput, why: str) -> None:
 
 
 def _drive(tuner: Tuner, request: SweepRequest, board: SweepProgressTracker, output: SweepOutput) -> None:
-    """Run the tuner to any kind of end, and stop the pool."""
     pool = request.executor
     try:
         with output.showing(lambda: board.snapshot(pool.stats())):

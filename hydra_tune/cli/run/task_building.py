@@ -17,25 +17,17 @@ from hydra_tune.task import TrainTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskBuilder:
-    """The user's function, with a check of its result, and with the sweep's metric.
-
-    Args:
-        spec: the sweep.
-        function: the function named by `task:`.
-    """
+    """The user's function, named by `task:`, with a check of its result, and with the sweep's metric."""
 
     spec: SweepSpec
     function: Callable[..., Any]
 
     def __call__(self, *args: Any, **params: Any) -> TrainTask:
-        """Build a task.
+        """Build a task, which reports the metric of the sweep file.
 
         Args:
             args: the tuner's trial, for a sweep file without parameters.
             params: drawn parameters, for a sweep file with parameters.
-
-        Returns:
-            The task, which reports the metric of the sweep file.
 
         Raises:
             TaskError: the function returned something else, or a task that does not report the metric.

@@ -19,13 +19,7 @@ from hydra_tune.errors import SweepFileError, did_you_mean
 
 
 def load_task(spec: SweepSpec) -> Callable[..., Any]:
-    """Import `module:function` from the sweep file's folder or the environment.
-
-    Args:
-        spec: the sweep; its file's folder becomes the first entry of `sys.path`, and stays there for later imports.
-
-    Returns:
-        The function.
+    """Import `module:function` from the sweep file's folder or the environment; return the function.
 
     Raises:
         SweepFileError: no such module or function, a module that does not import, or a function that does not take the
@@ -82,7 +76,6 @@ def _check_place(spec: SweepSpec, name: str, folder: str) -> None:
 
 
 def _told(error: BaseException) -> str:
-    """Describe an error with the user's line that raised it, past the frames of the import system."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SyntaxError):
         return text

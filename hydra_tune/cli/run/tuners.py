@@ -2,8 +2,7 @@
 
 The engine knows no tuning framework: each tuner registers itself as an entry point. `sweep_run.py`, `cluster.py` and
 `cli/dry_run/checking.py` find the tuner before any pool is opened, `export.py` finds the finder when weights are
-exported, and `cli/inspect/run_scan.py` finds the reader. The module must not import torch, which the reader does
-without.
+exported, and `cli/inspect/run_scan.py` finds the reader. The module must not import torch.
 """
 
 from importlib.metadata import entry_points

@@ -1,4 +1,4 @@
-"""Request for a sweep's weights; apart from the request of a sweep, whose module imports torch.
+"""Request for a sweep's weights, apart from the request of a sweep (`cli/sweep_file/request.py`), which imports torch.
 
 `export.py` hands a `WeightsQuery` to the finder, and the finder (`integrations/hydra_tune_optuna/finding.py`) answers
 with the path of the file. The module must not import torch.
@@ -11,13 +11,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsQuery:
-    """Names the weights to find, after a sweep.
+    """Names the weights to find.
 
     Args:
         study: the study's name.
         storage: storage of the study.
         trial: the number of the trial.
-        weights_dir: present place of the weights, if moved.
+        weights_dir: folder that the user or the sweep file names for the weights; None: neither names a folder.
     """
 
     study: str

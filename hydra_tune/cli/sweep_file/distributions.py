@@ -17,14 +17,10 @@ _RANGE = ("min", "max")
 
 
 def to_domain(given: Mapping[str, Any]) -> Domain:
-    """Make the domain of one parameter from its keys.
+    """Make the domain of one parameter from its written keys: `value`, `values`, `distribution`, `min`, `max`, `q`.
 
-    Args:
-        given: the written keys, of `value`, `values`, `distribution`, `min`, `max`, `q`.
-
-    Returns:
-        The parameter's domain. Without `distribution`, `value` is a constant and `values` a choice; `min` and `max`
-        give multiples of `q` where `q` is written, else whole numbers if both are whole, and real numbers otherwise.
+    Without `distribution`, `value` is a constant and `values` a choice; `min` and `max` give multiples of `q` where `q` is
+    written, else whole numbers if both are whole, and real numbers otherwise.
 
     Raises:
         ConfigError: the keys contradict each other or describe nothing.
@@ -46,11 +42,7 @@ def to_domain(given: Mapping[str, Any]) -> Domain:
 
 
 def check_distribution(name: str) -> None:
-    """Refuse a name that is not in `DISTRIBUTIONS`.
-
-    Raises:
-        ConfigError: an unknown name; the message suggests a known one.
-    """
+    """Refuse a name that is not in `DISTRIBUTIONS`, by a `ConfigError`."""
     if name not in DISTRIBUTIONS:
         hint = did_you_mean(name, DISTRIBUTIONS) or f"known are {', '.join(DISTRIBUTIONS)}"
         raise ConfigError(f"{name!r} is not supported; {hint}")

@@ -33,7 +33,7 @@ _LIMITS: Mapping[str, tuple[str, str]] = {
 
 
 def describe(value: Any) -> str:
-    """Describe a value as in a sweep file: `'ten'`, `3`, `true`, `a map`."""
+    """Describe a value for a message: `'ten'`, `3`, `true`, `a map`."""
     if isinstance(value, dict):
         return "a map"
     if isinstance(value, list):
@@ -51,14 +51,7 @@ def as_written(value: Any) -> str:
 
 
 def message(detail: Mapping[str, Any]) -> str:
-    """Convert one of pydantic's errors to a text, without the place.
-
-    Args:
-        detail: one entry of `ValidationError.errors()`.
-
-    Returns:
-        Expected against found value, for most kinds of errors; pydantic's own text for a kind that the module does not know.
-    """
+    """Convert an entry of pydantic's `ValidationError.errors()` to a text, without the place."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind in _KINDS:
         return f"must be {_KINDS[kind]}, not {describe(detail['input'])}"

@@ -14,22 +14,9 @@ from hydra_tune.errors import SweepFileError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepFileOverrides:
-    """Options that override the file's; None where not given.
+    """Options that override the file's, as of `SweepSpec` and `HydraExecutor`; None where not given.
 
-    Args:
-        devices: names of devices.
-        device_memory: size of the budget of each device.
-        max_concurrent: trials in flight.
-        admission: order in which trials advance.
-        policy: how shard units are chosen.
-        event_log_limit: the size at which units and copies are left out of the event log.
-        fusion: whether trials of one architecture are fused.
-        run_cap: trials of the whole study.
-        timeout_seconds: no trial starts later.
-        storage: storage of the study.
-        checkpoint_dir: the folder for the checkpoints of trials.
-        checkpoint_every: interval of checkpoints.
-        stop_seconds: time from Ctrl-C or SIGTERM to the end of the process.
+    No trial starts later than `timeout_seconds`, which a file cannot give.
     """
 
     devices: str | None = None
@@ -63,14 +50,7 @@ class DisplayOptions:
 
 
 def with_overrides(spec: SweepSpec, overrides: SweepFileOverrides) -> SweepSpec:
-    """Apply the command line's options to a sweep.
-
-    Args:
-        spec: the file's sweep.
-        overrides: the options.
-
-    Returns:
-        The sweep to run.
+    """Apply the command line's options to a file's sweep; return the sweep to run.
 
     Raises:
         SweepFileError: neither file nor options say when the sweep ends.
@@ -104,11 +84,7 @@ def with_overrides(spec: SweepSpec, overrides: SweepFileOverrides) -> SweepSpec:
 
 
 def check_saving(spec: SweepSpec, *, resume: bool) -> None:
-    """Refuse a configuration whose checkpoints could never be found again.
-
-    Args:
-        spec: the sweep, with the command line's options.
-        resume: whether to resume an interrupted sweep.
+    """Refuse a sweep whose checkpoints could never be found again, given the command line's options.
 
     Raises:
         SweepFileError: a required folder, storage or name is missing.

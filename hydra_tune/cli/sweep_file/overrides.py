@@ -31,14 +31,9 @@ def set_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_settings(spec: SweepSpec, settings: Iterable[str]) -> SweepSpec:
-    """Override fixed parameters of a sweep.
+    """Override fixed parameters of a file's sweep; return the sweep to run.
 
-    Args:
-        spec: the file's sweep.
-        settings: `name=value` each; values are read as in the file, so `3` is a number and `null` is no value.
-
-    Returns:
-        The sweep to run.
+    The settings are `name=value` each; values are read as in the file, so `3` is a number and `null` is no value.
 
     Raises:
         SweepFileError: an invalid setting, or a setting of a parameter that the file does not fix; one line for each.

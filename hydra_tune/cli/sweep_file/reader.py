@@ -1,7 +1,6 @@
 """Reads a sweep file into a `SweepSpec`, or lists all problems of the file with their places.
 
-The module joins the three parts of reading: YAML with positions, the models of the keys, and the plain spec. Reading
-creates nothing and runs no user code. The commands `sweep`, `plan` and `check` (in `cli/commands/`) call
+Reading creates nothing and runs no user code. The commands `sweep`, `plan` and `check` (in `cli/commands/`) call
 `read_sweep_file` on the given file, before torch is imported. `cli/inspect/run_scan.py` reads a sweep file that names a
 run, and every YAML file of a folder, and passes over files of the folder that are no sweep files. The module must not
 know tuners or import torch.
@@ -47,12 +46,6 @@ _ENGINE = (
 
 def read_sweep_file(path: Path) -> SweepSpec:
     """Read and check a sweep file.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The described sweep.
 
     Raises:
         SweepFileError: the file cannot be read; or the file has problems, with one line `file:line:column: what` for
@@ -144,7 +137,6 @@ def _problem(detail: Mapping[str, Any], marked: YamlDocument) -> YamlProblem:
 
 
 def _as_parameter(name: Any, value: Any) -> str:
-    """Hint for a value in the place of a parameter's map."""
     key = "values" if isinstance(value, list) else "value"
     return f"; for {'a choice' if key == 'values' else 'a fixed value'} write {name}: {{{key}: {as_written(value)}}}"
 
@@ -178,7 +170,6 @@ def _model_at(path: tuple[Any, ...], data: Any) -> type[BaseModel]:
 
 
 def _contradictions(model: sweep_model.SweepFileDocument, marked: YamlDocument) -> Iterator[YamlProblem]:
-    """Find contradictions between keys."""
     for name in model.parameters or ():
         if not name.isidentifier() or keyword.iskeyword(name):
             yield YamlProblem(
@@ -247,7 +238,7 @@ def _spec(shown: str, model: sweep_model.SweepFileDocument, marked: YamlDocument
 
 
 def _dotted(path: tuple[Any, ...]) -> str:
-    """Path in messages; a key under its former name is shown with the present name."""
+    """Return the path in messages, with the present name of a key that is given under its former name."""
     names = tuple(map(str, path))
     if len(names) > 1 and names[0] == "hydra":
         names = (names[0], sweep_model.FORMER_NAMES.get(names[1], names[1]), *names[2:])
@@ -265,5 +256,5 @@ def _domains(model: sweep_model.SweepFileDocument) -> Mapping[str, Domain] | Non
 
 
 def _place(path: tuple[Any, ...], marked: YamlDocument) -> YamlPosition:
-    """Place for messages: at and below `parameters` the key, elsewhere the value of the key."""
+    """Return the place for messages: at and below `parameters` the key, elsewhere the value of the key."""
     return marked.mark(path) if path[0] == "parameters" else marked.value_mark(path)

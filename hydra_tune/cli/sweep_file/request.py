@@ -4,8 +4,7 @@
 tuner, found through the entry points `hydra_tune.tuners` or `hydra_tune.cluster_tuners`, runs the sweep and reports events
 to a `SweepObserver`, the `SweepProgressTracker` of `cli/display/board.py`. The tuners are
 `integrations/hydra_tune_optuna/sweep.py` and, for a cluster, `integrations/hydra_tune_ray/sweep.py`. The command line
-imports no tuner; a tuner imports this module, `spec.py`, `domains.py` and `cli/inspect/study_record.py`. The module imports
-torch by way of the executor.
+must import no tuner. The module imports torch by way of the executor.
 """
 
 from collections.abc import Callable, Mapping
@@ -105,12 +104,8 @@ class SweepRequest:
 class ClusterRequest:
     """Everything that a tuner needs to run a sweep on a cluster with a pool on each node.
 
-    Args:
-        spec: the sweep.
-        address: of the cluster.
-        function: the function named by `task:`, from a module of this process.
-        build: builds the task from the drawn parameters, by keyword.
-        observer: receives the events.
+    `function` is the function named by `task:`, from a module of this process. `build` takes the drawn parameters by
+    keyword.
     """
 
     spec: SweepSpec
@@ -125,5 +120,5 @@ ClusterTuner = Callable[[ClusterRequest], None]
 
 Tuner = Callable[[SweepRequest], None]
 """Runs a sweep until the end. Raises `ConfigError` before the first trial if the sweep cannot run. Lets KeyboardInterrupt and
-Terminated through after telling every running trial that the trial failed or, where trials are saved, may be resumed.
+Terminated through once the study knows each running trial as failed or, where trials are saved, as one to resume.
 """

@@ -3,8 +3,8 @@
 `read_sweep_file` (`reader.py`) makes the `SweepSpec` at the start of a command. `cli/run/sweep_run.py` then makes the
 pool with the options in the `SweepSpec`, and `integrations/hydra_tune_optuna/sweep.py` the study; `cli/run/cluster.py` and
 `integrations/hydra_tune_ray/sweep.py` run the sweep on Ray. `cli/dry_run/` and `cli/inspect/` read a `SweepSpec`, too.
-Nobody changes a `SweepSpec`: options of the command line make another (as in `options.py`). The module must know
-neither YAML nor any tuner, and must not load torch.
+Options of the command line make another `SweepSpec` (as in `options.py`). The module must know neither YAML nor any
+tuner, and must not load torch.
 """
 
 from collections.abc import Mapping

@@ -3,9 +3,8 @@
 The models follow the file of Weights & Biases sweeps where both mean the same, plus one block `hydra:` for this package.
 The module knows no positions and no tuner: `reader.py` validates the data of a file by the models, and converts
 pydantic's errors to `file:line:column`, and the models to a `SweepSpec`; `overrides.py` validates the values of `--set`.
-The field names here and `FORMER_NAMES` are all allowed keys; "did you mean" reads the names from the models. A key of
-`hydra:` for the executor must also be in the list `_ENGINE` of `reader.py`, or its value is dropped. The module must not
-import torch.
+The field names here and `FORMER_NAMES` are all allowed keys. A key of `hydra:` for the executor must also be in the list
+`_ENGINE` of `reader.py`, or its value is dropped. The module must not import torch.
 """
 
 import math
@@ -84,7 +83,7 @@ def _buffer(value: Any) -> float | Literal["auto"]:
 
 
 def _fusion(value: Any) -> Literal["auto", "on", "off"]:
-    """Check the choice; YAML reads on and off as true and false."""
+    # YAML reads on and off as true and false.
     if isinstance(value, bool):
         return "on" if value else "off"
     if value not in ("auto", "on", "off"):
@@ -93,7 +92,7 @@ def _fusion(value: Any) -> Literal["auto", "on", "off"]:
 
 
 def _policy(name: Any) -> str:
-    """Check the name of a policy against the installed policies, since any package may add policies."""
+    # Against the installed policies, since any package may add policies.
     if not isinstance(name, str):
         raise PydanticCustomError("policy", "must be text, not {got}", {"got": describe(name)})
     try:

@@ -1,9 +1,9 @@
 """Reads YAML into plain data with the position of each value.
 
 The reader takes one document of maps, lists and scalars, and nothing else: no object tags, no duplicate keys, no
-recursion. The module knows nothing of the meaning of a sweep file; every problem is a position and a text. `reader.py`
-reads the whole file, and `overrides.py` each value of `--set`, before pydantic validates the data. A file of a stranger
-must neither run code nor take unbounded time or memory here.
+recursion. The module must not know the meaning of a sweep file. `reader.py` reads the whole file, and `overrides.py` each
+value of `--set`, before pydantic validates the data. A file of a stranger must neither run code nor take unbounded time or
+memory here.
 """
 
 import re
@@ -73,20 +73,13 @@ class _YamlLoader(yaml.SafeLoader):
 _YamlLoader.add_implicit_resolver(
     # PyYAML tries a resolver only on texts that begin with one of the given characters.
     _FLOAT_TAG,
-    re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
+    re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
     list("-+.0123456789"),
 )
 
 
 def read_yaml(text: str) -> YamlDocument:
-    """Read one YAML document.
-
-    Args:
-        text: the document.
-
-    Returns:
-        The data with positions and problems. After a syntax error `data` is None.
-    """
+    """Read one YAML document: data with positions and problems. After a syntax error `data` is None."""
     loader = None
     try:
         loader = _YamlLoader(text)

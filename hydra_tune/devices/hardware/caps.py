@@ -21,11 +21,7 @@ def is_alone(index: int) -> bool:
 
 
 def capped(index: int, fraction: float) -> Callable[[], None]:
-    """Raise a GPU's allocator cap by the share of a further device.
-
-    Args:
-        index: index of the GPU.
-        fraction: the device's fraction of the GPU's memory.
+    """Raise a GPU's allocator cap by a further device's fraction of the GPU's memory.
 
     Returns:
         A function to call when the device is closed; only the first call has an effect.

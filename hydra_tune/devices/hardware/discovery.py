@@ -61,27 +61,19 @@ def open_devices(
     if cpu:
         return _open_cpu(int(cpu[1] or 1), budget, parse_bandwidth(link_bandwidth))
     if cuda:
-        if link_bandwidth is not None:
-            raise ConfigError(
-                f"link_bandwidth is for CPU devices only, but devices is {devices!r}; remove link_bandwidth, or use cpu:N"
-            )
-        return _open_cuda(cuda[1], budget)
+        return _open_cuda(cuda[1], budget, link_bandwidth)
     raise ConfigError(f"devices must be 'auto', 'cuda', 'cuda:0,1' or 'cpu:2', not {devices!r}")
 
 
 def open_device(
     name: str, device_memory: str | int | None = None, link_bandwidth: str | int | None = None, *, cpu_budget: int
 ) -> Device:
-    """Open a device by name.
+    """Open a device by a name such as "cuda:1" or "cpu:3"; other arguments are as of `open_devices`.
 
-    Args:
-        name: "cuda:1", "cpu:3".
-        device_memory: as of `open_devices`.
-        link_bandwidth: as of `open_devices`.
-        cpu_budget: budget of a CPU device in bytes, where `device_memory` is None.
+    A CPU device gets the budget `cpu_budget`, in bytes, where `device_memory` is None.
 
     Raises:
-        ConfigError: there is no such device, or the device has less memory.
+        ConfigError: there is no such device, the device has less memory, or a bandwidth for a GPU.
     """
     cpu, cuda = _CPU_NAME.fullmatch(name), _CUDA_NAME.fullmatch(name)
     budget = None if device_memory is None else parse_bytes(device_memory, what="device_memory")
@@ -89,7 +81,7 @@ def open_device(
         (device,) = _open_cpu(1, budget or cpu_budget, parse_bandwidth(link_bandwidth), first=int(cpu[1]))
         return device
     if cuda:
-        return _open_cuda(cuda[1], budget)[0]
+        return _open_cuda(cuda[1], budget, link_bandwidth)[0]
     raise ConfigError(f"a device's name is like 'cuda:1' or 'cpu:3', not {name!r}")
 
 
@@ -170,7 +162,13 @@ def _open_cpu(count: int, budget: int | None, link_bandwidth: int | None, first:
     return [CpuDevice(index, share, link_bandwidth) for index in range(first, first + count)]
 
 
-def _open_cuda(wanted: str | None, budget: int | None) -> list[Device]:
+def _open_cuda(wanted: str | None, budget: int | None, link_bandwidth: str | int | None) -> list[Device]:
+    if link_bandwidth is not None:
+        name = "cuda" if wanted is None else f"cuda:{wanted}"
+        raise ConfigError(
+            f"link_bandwidth={link_bandwidth!r} is for CPU devices only, and {name!r} names GPUs; remove link_bandwidth, or "
+            "use cpu:N"
+        )
     num_visible = torch.cuda.device_count()
     if num_visible == 0:
         raise ConfigError("devices='cuda' but no GPU is visible to torch; use devices='cpu:N', or install a CUDA build")
@@ -216,7 +214,7 @@ def let_segments_grow() -> bool:
 
 
 def gpu_parts(indices: Sequence[int]) -> list[tuple[int, int | None]]:
-    """Return the devices named by a list of GPUs: pairs of GPU and number on the GPU, None for a single device."""
+    """Return the devices of a list of GPUs: pairs of GPU and number on the GPU, None for a GPU's only device."""
     counts, num_named = Counter(indices), Counter[int]()
     parts: list[tuple[int, int | None]] = []
     for index in indices:
@@ -226,10 +224,10 @@ def gpu_parts(indices: Sequence[int]) -> list[tuple[int, int | None]]:
 
 
 def gpu_share(index: int, count: int, budget: int | None, free: int, total: int, own: int = 0) -> tuple[int, float]:
-    """Return each device's budget on a GPU, and the GPU's memory fraction for all of them together.
+    """Return each device's budget on a GPU, and the GPU's memory fraction for all of the devices together.
 
     Args:
-        index: index of the GPU.
+        index: index of the GPU, for errors.
         count: number of devices on the GPU.
         budget: the requested budget of each device in bytes; None: an equal share of the free memory less a reserve.
         free: free bytes of the GPU.

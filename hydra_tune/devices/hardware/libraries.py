@@ -8,10 +8,8 @@ has a `CudaUnitMemory`, and measures nothing where several devices share the GPU
 Note: memory beside the ledger. cuBLAS and cuDNN allocate workspaces from torch's allocator, unseen by a pilot on the
 host. The workspaces are estimated as the allocator's peak less the ledger's peak in the same time. Kernels loaded at
 first use, and other programs' memory, lie outside the allocator; for these, only the drop in the GPU's free memory is
-known.
-
-Note: memory that comes back. Half of an excess reserve stays in reserve, because another model's workspaces may be
-larger, and free memory may be fragmented.
+known. Half of an excess reserve stays in reserve, because another model's workspaces may be larger, and free memory may be
+fragmented.
 """
 
 from dataclasses import dataclass
@@ -55,7 +53,7 @@ class CudaUnitMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def room(self, counted_bytes: int) -> LedgerAllowance:
-        """As of `device.UnitMemory`."""
+        """As of `UnitMemory`."""
         device, own_bytes = self._device, self._own_bytes
         beside_bytes = torch.cuda.max_memory_allocated(device) - own_bytes - counted_bytes
         self._beside_bytes = beside_bytes = max(self._beside_bytes, beside_bytes)

@@ -1,12 +1,11 @@
 """Copy speed of a device: as measured, and as assumed for decisions before a run.
 
 Decisions before a run, except the placement of updates, use an assumed speed, because a decision by measurement could
-differ from run to run: on a machine with other work, one copy can be ten times as fast as another (note in
-`shard/cost/compute_estimate.py`). A link with a given bandwidth has that bandwidth. `pool/runtime/cut_budget.py` gives
-the assumed link, or the measured speeds for `optimizer_placement="auto"`, to the planner of shards when a model is cut;
-`survey.py` measures the links for `hydra-tune devices`. `train/timing/step_timing.py` starts from the assumed link where a
-forecast measures copies. The passes that decide by copy times, such as `shard/cost/activation_policy.py`, take a
-`LinkCostModel` and never measure.
+differ from run to run (note in `shard/cost/compute_estimate.py`). `pool/runtime/cut_budget.py` gives the assumed link,
+or the measured speeds for `optimizer_placement="auto"`, to the planner of shards when a model is cut; `survey.py`
+measures the links for `hydra-tune devices`. `train/timing/step_timing.py` starts from the assumed link where a forecast
+measures copies. The passes that decide by copy times, such as `shard/cost/activation_policy.py`, take a `LinkCostModel`
+and never measure.
 """
 
 import functools
@@ -65,11 +64,7 @@ class LinkRates:
 
 
 def link_of(device: Device) -> LinkCostModel | None:
-    """Return a device's assumed link; None for a GPU, whose copy times are not comparable with seconds of the host.
-
-    Args:
-        device: the copying device.
-    """
+    """Return a device's assumed link; None for a GPU, whose copy times are not comparable with seconds of the host."""
     if not isinstance(device, CpuDevice):
         return None
     pace = _BYTES_PER_SECOND if device.bandwidth is None else min(_BYTES_PER_SECOND, device.bandwidth)
@@ -77,11 +72,7 @@ def link_of(device: Device) -> LinkCostModel | None:
 
 
 def measured_link(device: Device) -> LinkCostModel:
-    """Measure a device's link, for any kind of device.
-
-    Args:
-        device: the device, whose memory is free again afterwards.
-    """
+    """Measure the link of a device, whose memory is free again afterwards."""
 
     def measured() -> LinkCostModel:
         # The time of a tiny copy is almost exactly the fixed cost.
@@ -94,21 +85,12 @@ def measured_link(device: Device) -> LinkCostModel:
 
 
 def link_rates(device: Device) -> LinkRates:
-    """Measure a device's link; takes up to twice 64 MiB of the device's memory for the measurement.
-
-    Args:
-        device: a device that no pool is using.
-    """
+    """Measure the link of a device that no pool is using; takes up to twice 64 MiB of its memory."""
     return _on_worker(device, lambda: _rates(device))
 
 
 def crossing_rate(source: Device, target: Device) -> float:
-    """Measure bytes per second from a device's memory to another device's memory.
-
-    Args:
-        source: the device that holds the bytes.
-        target: the device that takes the bytes over; the source is in its reach.
-    """
+    """Measure bytes per second from a device's memory to the memory of a device in whose reach the source is."""
     nbytes = min(_size(source), _size(target))
     # Each device's own worker allocates, as in a pool: on a GPU, the memory then belongs to that device's compute
     # stream.
@@ -141,8 +123,6 @@ def _rates(device: Device) -> LinkRates:
 
 
 def _on_worker(device: Device, function: Callable[[], T]) -> T:
-    """Run a function on a temporary worker thread of the device."""
-
     def run() -> T:
         with device.worker():
             return function()
@@ -156,24 +136,20 @@ def _size(device: Device) -> int:
 
 
 def _zeros(device: Device, nbytes: int) -> Tensor:
-    """Allocate device memory, and touch its pages before the measured copies."""
+    # The pages are touched before the measured copies.
     data = device.empty(nbytes).zero_()
     device.synchronize()
     return data
 
 
 def _seconds(device: Device, nbytes: int) -> float:
-    """Return the seconds of the fastest of a few copies to the device."""
     host, data = device.on_host(lambda: device.host_empty(nbytes).zero_()), _zeros(device, nbytes)
     return _fastest(lambda: device.load([(host, data)]))
 
 
 @functools.cache
 def dram_bandwidth() -> float:
-    """Return the memory bandwidth of a core of the host in bytes per second, reads plus writes.
-
-    The bandwidth is measured once per process, by the fastest of a few large copies.
-    """
+    """Return the memory bandwidth of a core of the host in bytes per second, reads plus writes; measured once per process."""
     source, target = (torch.zeros(_MOST_BYTES, dtype=torch.uint8) for _ in range(2))
     return 2 * _MOST_BYTES / _fastest(lambda: target.copy_(source))
 

@@ -16,10 +16,7 @@ class NvmlError(Exception):
 
 
 def memory(address: str) -> tuple[int, int]:
-    """Return free and total bytes of a GPU, other processes' use included.
-
-    Args:
-        address: PCI address of the GPU.
+    """Return free and total bytes of the GPU at a PCI address, other processes' use included.
 
     Raises:
         NvmlError: the memory cannot be read.

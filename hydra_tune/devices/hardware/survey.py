@@ -1,7 +1,7 @@
 """Survey of the machine's devices before training: memory, the pool's budgets, and link speeds.
 
-The survey opens the devices like a pool, and closes them again. The command `hydra-tune devices`
-(`cli/commands/devices.py`) calls `survey`, and prints the result.
+`hydra-tune devices` (`cli/commands/devices.py`) calls `survey`, which opens the devices like a pool, and closes the devices
+again.
 """
 
 import platform
@@ -86,15 +86,12 @@ def survey(devices: str = "auto", device_memory: str | int | None = None, *, mea
     """Survey the machine.
 
     Args:
-        devices: devices to open, as of `open_devices`.
-        device_memory: budget of each device, as of `open_devices`.
+        devices: as of `open_devices`.
+        device_memory: as of `open_devices`.
         measures: whether to measure links, which takes up to 128 MiB of each device for a moment.
 
-    Returns:
-        The survey; on a machine without GPUs, the CPU devices.
-
     Raises:
-        ConfigError: the devices do not exist, or have less memory.
+        ConfigError: as of `open_devices`.
     """
     # Read before devices are opened: a CUDA context takes hundreds of megabytes, and measurements take more.
     memory = {index: gpu_memory(index) for index in range(torch.cuda.device_count())}
@@ -144,7 +141,6 @@ def _crossings(devices: Sequence[Device], *, measures: bool) -> tuple[PeerPath, 
 
 
 def _cpu_model() -> str:
-    """Return the processor's model name by the kernel, where the system knows the name."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -153,7 +149,6 @@ def _cpu_model() -> str:
 
 
 def _driver() -> tuple[str | None, tuple[str, ...]]:
-    """Return the driver's version, and notes on problems between driver and torch."""
     num_visible, cuda_version = torch.cuda.device_count(), torch.version.cuda or torch.version.hip
     no_gpu_text = (
         "torch sees no GPU" if cuda_version else f"torch {torch.__version__} is built without CUDA, so it sees no GPU"

@@ -1,10 +1,9 @@
 """Find writes whose effect depends on how a tensor lies in memory.
 
-A view of a tensor that lies in another order is a copy. Stacked members lie otherwise than a member alone: behind a
-convolution the channels of all members are innermost. So `flatten(h).relu_()` changes `h` in a member's own run, and a
-copy of `h` in a group. `StackedGraph` (`batched_graph.py`) makes the search when a graph is stacked, refuses a graph with
-such a write, and asks `overwritten` which views must be open to writes. The module must not know trials, groups or pools,
-and runs no operator.
+Stacked members lie otherwise than a member alone: behind a convolution the channels of all members are innermost, and
+`flatten` copies such a tensor. So `flatten(h).relu_()` changes `h` in a member's own run, and a copy of `h` in a group.
+`StackedGraph` (`batched_graph.py`) makes the search when a graph is stacked, refuses a graph with such a write, and asks
+`overwritten` which views must be open to writes. The module must not know trials, groups or pools, and runs no operator.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

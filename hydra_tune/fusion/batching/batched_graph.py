@@ -1,12 +1,12 @@
 """`StackedGraph`: run a captured graph on stacked members, with a single call per node for all of them.
 
 Every value is either stacked, with the members in front, or shared by all members (derived from constants alone). A
-node with only shared inputs runs unchanged. A node with stacked inputs runs by its own rule (`batching_rules.py` and
-others), by `batched_random.drawn` if the node draws random numbers, or else under `torch.vmap`. An operator without any
-of these forms runs once for each member (`per_member_fallback.py`). Regions such as `torch.no_grad()` also run node by
-node. `stacked_plan` (`fusion/compile/batched_plan.py`) makes a `StackedGraph` of each shard when a group's plan is
-made; `fusion/ragged/multi_head_graph.py` makes a `StackedGraph` of the beginning and of each head. Units of a group, and
-traces, call the graph.
+node with only shared inputs that draws no random numbers runs unchanged. A node with stacked inputs runs by its own rule
+(`batching_rules.py` and others), by `batched_random.drawn` if the node draws random numbers, or else under `torch.vmap`. An
+operator without any of these forms runs once for each member (`per_member_fallback.py`). Regions such as
+`torch.no_grad()` also run node by node. `stacked_plan` (`fusion/compile/batched_plan.py`) makes a `StackedGraph` of each
+shard when a group's plan is made; `fusion/ragged/multi_head_graph.py` makes a `StackedGraph` of the beginning and of each
+head. Units of a group, and traces, call the graph.
 
 Note: bits. No operator may mix members: a NaN of one member must leave the others' bits alone. The order of the forms (rule,
 vmap, each member alone) is part of the numbers, because forms round differently.
@@ -60,7 +60,7 @@ _Run = Callable[[int, Sequence[Any], dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class _StackedCall:
-    """A node ready to run: its function, inputs, values to free afterwards, and whether an argument names a device."""
+    """A node ready to run; `is_placed` tells whether an argument names a device."""
 
     node: fx.Node
     run: _Run
@@ -148,12 +148,7 @@ class StackedGraph:
             self._add_operation(node, {})
 
     def _add_operation(self, node: fx.Node, placed: Mapping[fx.Node, Any]) -> None:
-        """Add a node of the graph, or of a region.
-
-        Args:
-            node: the node to add.
-            placed: for nodes of a region, the node or value that stands for each.
-        """
+        """Add a node of the graph or of a region; `placed` has the nodes or values that stand for nodes of a region."""
         arguments: Any = fx.node.map_arg(node.args, lambda n: self._bodies.get(n, placed.get(n, n)))
         keywords: Any = fx.node.map_arg(node.kwargs, lambda n: self._bodies.get(n, placed.get(n, n)))
         draws = draws_random_numbers(node)
@@ -169,7 +164,6 @@ class StackedGraph:
             self._plan(node, self._apart(node.target, arguments, keywords, draws=True), arguments, keywords)
 
     def _add_draw(self, node: fx.Node, record: fx.Graph, inputs: Sequence[fx.Node]) -> None:
-        """Add a random operator as its recorded primitives."""
         placed: dict[fx.Node, Any] = {}
         input_nodes = iter(inputs)
         for primitive in record.nodes:
@@ -461,7 +455,6 @@ def _counting(loss: MaskedReduction, stacked: Sequence[bool], precision: Precisi
 
 
 def _in_precision(run: _Run, target: Any, are_stacked: Sequence[bool], precision: Precision) -> _Run:
-    """Return a run in the precision in which autocast runs the operator for a member."""
 
     def run_cast(count: int, found: Sequence[Any], keywords: dict[str, Any]) -> Any:
         arguments, named_arguments, region = prepared(target, found, keywords, are_stacked, precision)
@@ -472,7 +465,6 @@ def _in_precision(run: _Run, target: Any, are_stacked: Sequence[bool], precision
 
 
 def _once(target: Any, *, expands: bool) -> _Run:
-    """Return a run of a node with only shared inputs."""
 
     def run(count: int, found: Sequence[Any], keywords: dict[str, Any]) -> Any:
         result = target(*found, **keywords)
@@ -482,7 +474,6 @@ def _once(target: Any, *, expands: bool) -> _Run:
 
 
 def _under(run: _Run, *, enabled: bool | None) -> _Run:
-    """Return a run inside a region's grad mode."""
     if enabled is None:
         return run
 
@@ -494,7 +485,6 @@ def _under(run: _Run, *, enabled: bool | None) -> _Run:
 
 
 def _takes_first_only(node: fx.Node) -> bool:
-    """Return whether the graph uses only the first result of a node."""
     return all(user.target is operator.getitem and (user.args[1] == 0 or not user.users) for user in node.users)
 
 
@@ -505,7 +495,6 @@ def _drawing(target: Any, is_stacked: Sequence[bool], strides: Sequence[int] | N
 
 
 def _mapped(target: Any, found: Sequence[Any], keywords: dict[str, Any], stacked: Sequence[bool]) -> Any:
-    """Run a node with stacked inputs under `torch.vmap`."""
     leaves, spec = pytree.tree_flatten((tuple(found), keywords))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 

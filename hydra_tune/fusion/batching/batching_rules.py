@@ -144,7 +144,7 @@ def is_elementwise(target: Any) -> bool:
 def elementwise(target: Any, *arguments: Any, **keywords: Any) -> Any:
     """Align the members' dimensions and run the operator.
 
-    `torch.vmap` gets mixed dtypes, and writes into a tensor with fewer dimensions than another.
+    Return None for mixed dtypes, and for writes into a tensor with fewer dimensions than another.
     """
     tensors = [t for t in pytree.tree_leaves((arguments, keywords)) if isinstance(t, Tensor)]
     most = max(tensor.dim() for tensor in tensors)

@@ -22,10 +22,7 @@ aten: Any = torch.ops.aten
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return `(N, batch, channels, ...)` as `(batch, N * channels, ...)` with channels innermost.
-
-    A view if possible.
-    """
+    """Return `(N, batch, channels, ...)` as `(batch, N * channels, ...)` with channels innermost, a view if possible."""
     spatial_dims = range(_CHANNELS + 1, x.dim())
     channels_last = x.permute(1, *spatial_dims, 0, _CHANNELS)
     merged = channels_last.reshape(*channels_last.shape[:-2], x.size(0) * x.size(_CHANNELS)).contiguous()
@@ -38,7 +35,7 @@ def narrow(x: Tensor, members: int) -> Tensor:
 
 
 class _GradientLayoutIdentity(torch.autograd.Function):
-    """Identity whose gradient takes the layout of the input, whatever layout later operators produce."""
+    """Identity whose gradient takes the layout of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -96,7 +93,6 @@ def convolution(spatial: int, *, transposed: bool = False) -> Callable[..., Tens
         groups: int = 1,
         dilation: Sequence[int] = (1,),
     ) -> Tensor | None:
-        """Convolve stacked images as `plain` does, by a transposed convolution."""
         if x.dim() != spatial + _CHANNELS + 1:
             return None
         # torch names the overload `default` for one dimension, and `input` for two.

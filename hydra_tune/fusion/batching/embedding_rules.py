@@ -20,10 +20,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Look up rows of `(N, rows, width)` by indices `(N, ...)`.
-
-    Return `(N, ..., width)`. Padding rows get no gradient.
-    """
+    """Look up rows of `(N, rows, width)` by indices `(N, ...)`; return `(N, ..., width)`. Padding rows get no gradient."""
     vectors: Tensor = aten.embedding(
         weight.flatten(0, 1), _concatenated(indices, weight), -1, scale_grad_by_freq, sparse
     )
@@ -47,8 +44,8 @@ def embedding_bag(
 ) -> Sequence[Tensor | None] | None:
     """Reduce bags of `(N, rows, width)`, ids `(N, ids)` and offsets `(N, bags)` to `(N, bags, width)`.
 
-    Other results of the operator are left out. Return None where every member has a padding row that does not count
-    (`padding_idx`), or ids may belong to no bag (`include_last_offset`).
+    Other results of the operator are left out. Return None with a padding row, `include_last_offset` (ids may belong to no
+    bag) or `scale_grad_by_freq`.
     """
     if include_last_offset or (padding_idx is not None and padding_idx >= 0):
         return None

@@ -20,7 +20,7 @@ _BATCHED = ("FuncTorchBatched", "FuncTorchBatchedDecomposition", "CompositeImpli
 
 
 def has_batched_form(target: OpOverload[..., Any]) -> bool:
-    """Return whether `torch.vmap` runs an operator as a single call, by a rule of its own or by decomposition."""
+    """Return whether `torch.vmap` has a rule or a decomposition of an operator."""
     name = target.name()  # type: ignore[no-untyped-call]
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _BATCHED)  # noqa: SLF001
 
@@ -76,7 +76,7 @@ def apart(
 
 
 class _OverwrittenArgument:
-    """A result that is an overwritten argument."""
+    """Result that is an overwritten argument."""
 
     def __init__(self, place: int, tensor: Tensor) -> None:
         self.place = place

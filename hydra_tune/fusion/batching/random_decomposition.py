@@ -3,7 +3,8 @@
 A member's numbers must come from the member's own generator, but operators such as dropout accept none. Their
 primitives do. Torch decomposes such operators above autograd, so running the primitives equals running the operator,
 including gradients. `StackedGraph` (`batched_graph.py`) decomposes the random operators of a graph, except recurrent
-layers, when the graph is stacked. The module must not know trials, groups or pools.
+layers, when the graph is stacked, and runs an operator without a record for each member (`per_member_fallback.py`). The
+module must not know trials, groups or pools.
 
 Note: bits. The primitives must be those that the operator itself runs, else a member's numbers would differ from a plain
 loop's.
@@ -79,7 +80,7 @@ class _PrimitiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def record(self, result: Any) -> fx.Graph | None:
-        """Return the graph, or None if the operator cannot be replayed with a generator."""
+        """Return the graph, or None as of `recorded`."""
         node = self._nodes.get(id(result))
         if not self._possible or node is None:
             return None

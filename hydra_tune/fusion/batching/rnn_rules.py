@@ -22,11 +22,9 @@ _Cell = Callable[[Tensor, _State, "_RecurrentWeights"], _State]
 
 
 class _RecurrentWeights:
-    """Parameters of a layer in a direction, for stacked rows.
+    """Parameters of a layer in a direction.
 
-    Args:
-        tensors: `(N, out, in)` for the input and for the hidden state, then the biases and a projection, if any.
-        has_biases: whether there are biases.
+    `tensors` are `(N, out, in)` for the input and for the hidden state, then the biases and a projection, if any.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, has_biases: bool) -> None:
@@ -141,7 +139,6 @@ def _by_layer(parameters: Sequence[Tensor], count: int, *, has_biases: bool) -> 
 def _layer(
     cell: _Cell, x: Tensor, state: _State, weights: _RecurrentWeights, *, backwards: bool
 ) -> tuple[Tensor, _State]:
-    """Run a layer in a direction; return the outputs in time order, and the last state."""
     inputs = weights.of_inputs(x).unbind(1)
     outputs: list[Tensor] = []
     for moment in reversed(inputs) if backwards else inputs:

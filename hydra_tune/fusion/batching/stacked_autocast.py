@@ -6,9 +6,8 @@ autocast. Autocast itself tells what is cast: a probe runs the operator on tenso
 `_FOUND` keeps the answer for each kind of operands in a process. An operator that autocast does not know, but that torch
 composes of operators which autocast may know, runs under autocast; so does an operator with results that no casts of the
 operands explain. `StackedGraph` (`batched_graph.py`) prepares the operands of each node, and checks the dtypes of results.
-The module must not know trials, groups or pools.
-
-Note: `_FOUND` has no lock: threads that probe the same operator at once find the same answer.
+The module must not know trials, groups or pools. `_FOUND` has no lock: threads that probe the same operator at once find
+the same answer.
 """
 
 from collections.abc import Sequence
@@ -114,10 +113,9 @@ class _OperatorProbe:
         self.called: set[Any] = set()  # operators that the last run consisted of
 
     def casts(self, precision: Precision) -> _Dtypes | None:
-        """Return the dtype to which autocast casts each operand; None where autocast leaves the operand.
+        """Return the dtype to which autocast casts each operand, None where autocast leaves the operand.
 
-        Returns:
-            The dtypes; None if no casts of operands give the dtypes of the results.
+        Return None altogether if no casts of operands give the dtypes of the results.
         """
         with autocast(precision, self.tensors[0].device.type):
             seen, wanted = self.run()
@@ -132,11 +130,7 @@ class _OperatorProbe:
     def run(self, casts: _Dtypes | None = None) -> tuple[_Dtypes, list[torch.dtype]]:
         """Return the dtypes to which the operator casts its operands, and those of its results.
 
-        Args:
-            casts: dtypes that the operands have instead of their own.
-
-        Returns:
-            The dtypes; no results if the operator takes no operands of such dtypes.
+        With `casts`, the operands have other dtypes than their own; no results if the operator takes no such operands.
         """
         flags, dtypes = iter(self._are_stacked), iter(casts or (None,) * len(self.tensors))
         with _disable_current_modes(), FakeTensorMode(), torch.no_grad():

@@ -23,7 +23,7 @@ def arguments_of(graph: ShardGraph) -> list[tuple[str, str | int]]:
 
 
 def placeholders_of(code: fx.GraphModule) -> list[fx.Node]:
-    """Return the argument nodes of a shard's code."""
+    """Return the arguments of a shard's code."""
     return [node for node in code.graph.nodes if node.op == "placeholder"]
 
 
@@ -49,14 +49,7 @@ def value_of(node: fx.Node) -> Tensor:
 def part_of(
     code: fx.GraphModule, begins: Sequence[fx.Node], nodes: Sequence[fx.Node], ends: Sequence[fx.Node]
 ) -> fx.GraphModule:
-    """Return a subset of a graph's operators as a graph.
-
-    Args:
-        code: the graph.
-        begins: nodes that become arguments.
-        nodes: the operators.
-        ends: nodes that become outputs.
-    """
+    """Return the operators `nodes` of a graph as a graph with the arguments `begins` and the outputs `ends`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in begins:

@@ -52,7 +52,7 @@ class SummedLosses:
 
 
 def scales_of(objective: Objective) -> Tensor | None:
-    """Return the members' loss scales; None if losses are not scaled."""
+    """Return the loss scales of a group's objective; None if losses are not scaled."""
     return objective.scales if isinstance(objective, SummedLosses) else None
 
 
@@ -109,10 +109,9 @@ class StackedPlanExecutor:
 
 
 def _with_memory_of_their_own(made: ShardGradients) -> ShardGradients:
-    """Return gradients with separate memory for every element.
+    """Return gradients with separate memory for every element, as autograd's: later code updates gradients in place.
 
-    Autograd's gradients have that property, and later code updates gradients in place. A trace may return expanded
-    tensors, whose elements share memory.
+    A trace may return expanded tensors, whose elements share memory.
     """
     dense = {
         name: gradient.contiguous() if _repeats(gradient) else gradient for name, gradient in made.parameters.items()
@@ -169,7 +168,7 @@ def trace_step(
     divisor: int = 1,
     place: torch.device | None = None,
 ) -> bool:
-    """Trace the step or the evaluation of a group's single-shard plan; return whether there is a trace now.
+    """Trace the step or the evaluation of a group's plan; return whether there is a trace now, False for several shards.
 
     Args:
         plan: the group's plan.

@@ -159,11 +159,7 @@ class GroupPlanFactory:
         return differences
 
     def check_alike(self, first: MemberTrial, other: MemberTrial) -> None:
-        """Refuse two trials of equal family that still cannot share a group.
-
-        Args:
-            first: a built trial; only read.
-            other: a built trial; only read.
+        """Refuse two built trials of equal family that still cannot share a group; only reads the trials.
 
         Raises:
             UnfusableError: the trials differ; the message names the difference.
@@ -182,7 +178,7 @@ class GroupPlanFactory:
             raise UnfusableError(difference)
 
     def _difference(self, first: MemberTrial, other: MemberTrial) -> str:
-        """Return the difference between two trials; empty: alike. Threads that compare the same pair find the same."""
+        """Return the difference between two trials; empty: alike."""
         try:
             self._check_plans(first, other)
         except UnfusableError as error:
@@ -210,14 +206,9 @@ class GroupPlanFactory:
         rows: HeadAssignment | None = None,
         counted: Mapping[str, MaskedReduction] | None = None,
     ) -> PreparedPlan:
-        """Return a member's plan stacked for a group of `count` members.
+        """Return a member's plan stacked for a group; arguments are as of `stacked_plan`.
 
-        Args:
-            prepared: the member's plan.
-            count: number of members.
-            slots: names of dropout nodes with a separate probability for each member.
-            rows: as of `stacked_plan`.
-            counted: as of `stacked_plan`.
+        Groups with equal arguments get the same object, as long as the factory keeps the plan.
 
         Raises:
             UnfusableError: the plan cannot be stacked; the message gives the reason.
@@ -309,23 +300,13 @@ def _with_tails_of(found: MemberDifferences, other: MemberDifferences) -> Member
 
 
 def check_updates(prepared: PreparedPlan) -> None:
-    """Refuse a plan whose updates no group supports.
-
-    Raises:
-        UnfusableError: the updates run on the host.
-    """
+    """Refuse a plan whose updates run on the host, by an `UnfusableError`."""
     if prepared.plan.updates_on_host:
         raise UnfusableError("its updates are made on the host (optimizer_placement), and a group's on the device")
 
 
 def room_for(prepared: PreparedPlan, budget_bytes: int, most: int, least: int = 2) -> int:
-    """Return the number of members that fit a device, at most `most`.
-
-    Args:
-        prepared: the plan of a single member.
-        budget_bytes: memory of a device.
-        most: largest size of a group.
-        least: smallest useful number of members.
+    """Return the number of members with a member's plan that fit a device, at most `most`.
 
     Raises:
         UnfusableError: fewer than `least` members fit.
@@ -337,15 +318,10 @@ def room_for(prepared: PreparedPlan, budget_bytes: int, most: int, least: int = 
 
 
 def parts_of(plan: ShardPlan, count: int, budget_bytes: int) -> list[range]:
-    """Return the slots that a group computes at once: all slots, or parts of about one size.
+    """Return the slots that a group of `count` slots computes at once: all slots, or parts of about one size.
 
     An evaluation leaves parameters as they are, so members may be evaluated one part after the other, beside the state of
     all. A training step is never in parts.
-
-    Args:
-        plan: the group's plan.
-        count: number of slots.
-        budget_bytes: memory of a device.
     """
     if plan.mode == "train" or plan.peak_bytes <= budget_bytes:
         return [range(count)]
@@ -357,12 +333,7 @@ def parts_of(plan: ShardPlan, count: int, budget_bytes: int) -> list[range]:
 
 
 def most_evaluated(prepared: PreparedPlan, budget_bytes: int) -> int:
-    """Return the number of members whose state fits a device beside the evaluation of one member.
-
-    Args:
-        prepared: a single member's plan of an evaluation.
-        budget_bytes: memory of a device.
-    """
+    """Return the number of members whose state fits a device beside the evaluation of one member."""
     costs = [shard.cost for shard in prepared.plan.shards]
     return min((budget_bytes - _beside_state(cost)) // max(1, cost.state_bytes) for cost in costs)
 

@@ -67,9 +67,6 @@ class GraphReplayPolicy:
     def next(self, addresses: Hashable) -> str:
         """Return the action for the next step.
 
-        Args:
-            addresses: addresses of the tensors that the step reads in place.
-
         Returns:
             "run", "record" or "replay".
         """
@@ -104,8 +101,6 @@ class GraphReplayPolicy:
 
 @dataclass(slots=True)
 class _StepCaptureState:
-    """A kind of step: the trace, and the recording, if any."""
-
     trace: JointTrace
     course: GraphReplayPolicy = field(default_factory=GraphReplayPolicy)
     recording: CudaRecording | None = None
@@ -121,11 +116,7 @@ class _StepCaptureState:
 
 
 class GroupCaptureCache:
-    """The recorded steps of a group.
-
-    Args:
-        recorder: records on the group's devices.
-    """
+    """The recorded steps of a group."""
 
     def __init__(self, recorder: CudaRecorder) -> None:
         self._recorder = recorder
@@ -164,17 +155,7 @@ class GroupCaptureCache:
         *,
         is_laid_out: bool = False,
     ) -> ShardGradients:
-        """Run a step: replay, record or run plainly.
-
-        Args:
-            trace: trace of the step's forward and backward.
-            shard: the traced shard.
-            operands: operands of the shard.
-            room_bytes: bytes that the step computes with.
-            lease: the unit's lease.
-            noise: random numbers and loss scales of the step.
-            is_laid_out: as of `JointTrace.run`; the step that makes a recording lays nothing out.
-        """
+        """Run a step: replay, record or run plainly."""
         place = operands.state[0].device
         # A group may run on several devices in turn, and a graph belongs to one.
         step_state = self._kept_for(trace, str(place) if lease is None else lease.place)
@@ -208,7 +189,6 @@ class GroupCaptureCache:
         room_bytes: int,
         lease: Lease,
     ) -> ShardGradients:
-        """Run a step plainly, and record the step alongside."""
         step_inputs = [*operands.constants, *operands.inputs, *noise]
         # Inputs exist twice beside the batch itself: as copies that
         # the graph reads, and as originals for the comparison.
@@ -259,8 +239,6 @@ class CapturedPlanExecutor:
     """Runs a group's plan, with training steps recorded where possible.
 
     Attributes:
-        plan: the group's plan.
-        captures: the group's recordings.
         lease: lease of the running unit.
     """
 
@@ -319,7 +297,6 @@ class CapturedPlanExecutor:
 
 
 def _flat(trace: JointTrace, operands: ShardOperands, given: Sequence[Tensor]) -> list[Tensor]:
-    """Return the outputs of a step on the given constants, inputs and noise."""
     inputs_begin, noise_begin = len(operands.constants), len(operands.constants) + len(operands.inputs)
     step_operands = replace(operands, constants=given[:inputs_begin], inputs=given[inputs_begin:noise_begin])
     return _outputs(trace, trace.run(step_operands, list(given[noise_begin:])))
@@ -362,7 +339,6 @@ def _put(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _part(kept: _StepCaptureState) -> None:
-    """Drop a recording and release its room on the ledger."""
     kept.let_go()
     reservation, kept.held = kept.held, None
     if reservation is not None:

@@ -40,9 +40,6 @@ _MAX_PLANS = 8  # kept for each kind of batch: steps that depend on values of th
 class GroupPlanCache:
     """Plans of a group's batches; each plan is for a single member, and the group stacks the plans.
 
-    Args:
-        plans: makes the plans.
-
     Attributes:
         first: the plan of a training step; decides how the group's state is cut; None before the first plan.
     """
@@ -63,10 +60,6 @@ class GroupPlanCache:
 
     def made(self, seat: GroupSlot, member: MemberTrial) -> PreparedPlan:
         """Return the plan for a member's request; make the plan if necessary.
-
-        Args:
-            seat: the member's slot.
-            member: provides the task for the plan: any member of the group.
 
         Raises:
             GroupBatchError: the plan cannot be stacked.
@@ -165,10 +158,6 @@ class GroupPlanCache:
         """Group the members by what is computed together: the mode, and the plan that serves the batch.
 
         Where smaller batches are padded, members with the largest batches come first.
-
-        Args:
-            seats: members that want a batch.
-            members: all members of the group.
         """
         # Fast path for every ordinary step: all members share the
         # very same `BatchLeaves` object, so no signatures need comparing.
@@ -191,7 +180,6 @@ class GroupPlanCache:
         return self._merged(kinds)
 
     def _merged(self, kinds: Mapping[Hashable, list[GroupSlot]]) -> dict[Hashable, list[GroupSlot]]:
-        """Merge kinds of smaller batches into kinds of larger batches where padding is possible."""
         kinds_left = sorted(kinds.items(), key=lambda item: -wanted_of(item[1][0]).num_samples)
         merged_kinds: dict[Hashable, list[GroupSlot]] = {}
         while kinds_left:
@@ -208,7 +196,6 @@ class GroupPlanCache:
         return merged_kinds
 
     def _may_pad(self, small: GroupSlot, large: GroupSlot) -> bool:
-        """Return whether a member's batch may be padded and computed as a larger batch."""
         a, b = wanted_of(small), wanted_of(large)
         small_plan, large_plan = self.found(a), self.found(b)
         if (
@@ -244,14 +231,7 @@ class GroupPlanCache:
         return [seat for seat in seats if _serves(own, wanted_of(seat))]
 
     def make_ready(self, size: int, state: Mapping[str, Tensor], place: torch.device, budget_bytes: int) -> None:
-        """Stack and trace all plans for a number of members; any thread may call.
-
-        Args:
-            size: number of members.
-            state: the group's parameters and buffers; only the geometry counts.
-            place: the device to trace for.
-            budget_bytes: as of `parts_of`.
-        """
+        """Stack and trace all plans for a number of members; any thread may call."""
         # The group's thread may add plans meanwhile, so iterate over copies.
         for plans in list(self._known.values()):
             for plan, _ in list(plans):
@@ -309,7 +289,6 @@ def wanted_of(seat: GroupSlot) -> MemberBatchRequest:
 
 
 def _of_size(tensor: Tensor, size: int, shape: Sequence[int]) -> Tensor:
-    """Return an uninitialized tensor with the shape of a stacked tensor."""
     return torch.empty((size, *shape), dtype=tensor.dtype, device="cpu").requires_grad_(tensor.requires_grad)
 
 

@@ -29,13 +29,6 @@ def compiled_trace(
     """Return the trace with compiled code, or the trace unchanged if compiling fails.
 
     Nothing else may compute meanwhile.
-
-    Args:
-        trace: the traced step.
-        backend: backend of `torch.compile`.
-        operands: tensors of the sizes to run on; only the geometry counts.
-        written: positions of operands that the step overwrites.
-        count: number of members.
     """
     code = compiled(trace.pure, backend, written)
     start = time.perf_counter()

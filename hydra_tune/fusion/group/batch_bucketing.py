@@ -5,11 +5,10 @@ between the batches of an accumulated step.
 
 Members run out of phase: a member at the end of its epoch wants a smaller last batch or its metrics, while the others
 are in the middle of an epoch. Such a batch takes as long for a single member as for all members, so the batch waits for
-others that will soon want the same kind. While the batch waits, the slots of its members compute nothing useful. Both
-choices lose work, measured in places times steps, and the smaller loss is unknown in advance.
+others that will soon want the same kind. While the batch waits, the slots of its members compute nothing useful.
 
 The rule is the classic rent-or-buy strategy: a kind of batch runs as soon as its waiting members have lost as much as
-all others would lose by running the batch now. No member waits forever.
+all others would lose by running the batch now.
 
 Note: the choice decides only when batches run together. No member's numbers may depend on the choice.
 """
@@ -34,11 +33,7 @@ class BucketScheduler:
         self._lost: dict[Hashable, int] = {}
 
     def next(self, kinds: Mapping[Hashable, list[GroupSlot]]) -> list[GroupSlot]:
-        """Return the members to compute now.
-
-        Args:
-            kinds: members that want a batch, by kind of batch.
-        """
+        """Return the members to compute now."""
         if len(kinds) == 1:
             self._lost.clear()
             return next(iter(kinds.values()))

@@ -27,7 +27,6 @@ class StackedBatches:
     additional tensor then holds the number of samples that count for every member.
 
     Args:
-        wanted: the members' requests, by slot.
         like: the largest kind of batch, if sizes differ; None: all batches have the same size.
         inputs: by slot, the inputs that Python computes from the members' numbers; empty if there are none.
     """

@@ -40,13 +40,11 @@ class GroupExecutor:
     """Computes batches for the members of a group.
 
     Args:
-        places: the group's slots.
         device: any device of the pool, for host memory.
 
     Attributes:
         rows: assignment of results to members for the running plan; None where all members have all results.
         numbered: the members' own plans, by slot, where Python computes inputs of the running plan from numbers.
-        round: the round under way, if any.
     """
 
     def __init__(self, places: SlotTable, device: Device) -> None:
@@ -145,7 +143,6 @@ class GroupExecutor:
     ) -> tuple[
         RoundContext, StackedBatches, BatchLeaves, Callable[[Sequence[Any]], None], Callable[[], StackedBatches | None]
     ]:
-        """Return the arguments of a `GroupRound`."""
         state = self._places.state
         assert state is not None
         first_requests = [wanted_of(bucket[0])] if like is None else [wanted_of(seat) for seat in bucket]
@@ -218,12 +215,6 @@ class GroupExecutor:
 
         Between batches each member advances to its next batch, or ends. Members that then want another kind of batch
         compute separately. The update runs when every member has had all its batches, or as many as its data had left.
-
-        Args:
-            members: members that want their first batch of the step.
-            prepare: takes the members that want a batch; returns the members computed next, the part, and the resting
-                slots.
-            advance: advances a member.
         """
         places, step = self._places, None
         batches_left = {id(seat): seat.member.task.accumulate for seat in members}
@@ -257,7 +248,6 @@ class GroupExecutor:
                 step.close()
 
     def _updated(self, step: GroupStep, members: Sequence[GroupSlot]) -> Generator[PendingUnit, None, None]:
-        """Finish a step whose batches have run, for the given members."""
         # The last batch has left only its own members active.
         taking_part = {id(seat) for seat in members}
         active = [id(seat) in taking_part for seat in self._places.seats]
@@ -314,7 +304,6 @@ def are_padded(bucket: Sequence[GroupSlot]) -> bool:
 
 
 def _wants_alike(seat: GroupSlot, first: MemberBatchRequest) -> bool:
-    """Return whether a member's next batch is of the same kind as `first`."""
     request = seat.wants
     if not isinstance(request, MemberBatchRequest) or request.mode != first.mode:
         return False

@@ -26,11 +26,7 @@ from hydra_tune.train.rng.rng_streams import RandomStreams
 class GroupStreams(RandomStreams):
     """Random streams that a group's units draw from.
 
-    Args:
-        members: the members' own streams.
-
     Attributes:
-        active: whether each member draws.
         probabilities: as of `GroupGenerator`, for the running plan.
     """
 
@@ -85,8 +81,9 @@ class GroupStreams(RandomStreams):
 
     @contextmanager
     def of_member(self, index: int) -> Iterator[None]:
-        """Make all streams of the thread a member's, for the member's own code within `updating`."""
-        with self._members[index].everything(), nullcontext() if self._turns is None else self._turns.turn(index):
+        """Make the streams of the thread a member's, for the optimizer of the member within `updating`."""
+        group = self._group if self._turns is None else self._turns
+        with self._members[index].of_python(), group.turn(index):
             yield
 
     @contextmanager

@@ -144,12 +144,7 @@ class GroupGradients(GradientProcessor):
 
 
 def leave_out_bad(optimizer: Optimizer, losses: Sequence[float]) -> None:
-    """Exclude members without a finite loss from the step.
-
-    Args:
-        optimizer: the group's optimizer.
-        losses: losses of the members.
-    """
+    """Exclude members without a finite loss from the step."""
     assert isinstance(optimizer, StackedOptimizer), "not a group's state"
     finite = map(math.isfinite, losses)
     optimizer.active = [active and good for active, good in zip(optimizer.active, finite, strict=True)]

@@ -1,19 +1,18 @@
 """`GroupTrial`: several trials that the pool runs as a single trial.
 
 The group advances the members' own training loops (`membership.py`), picks the members whose batches run next
-(`batch_bucketing.py`), and yields units that compute all of them on stacked tensors (`group_executor.py`). A sweep of
-32 small MLPs becomes a single job this way, instead of 32 jobs that compete for the device. `GroupJobLauncher`
-(`pool/fusion/group_jobs.py`) makes a `GroupTrial` when a job in preparation has found further members, or has left a
-group; `FusionBenchmark` (`fusion/matching/group_timing.py`) makes a `GroupTrial` to time a group size; and `PairTrial`
-(`fusion/runtime/pair_trial.py`) advances two groups. In a pool, `LiveGroup` (`pool/fusion/live_group.py`) is the `desk` of
-a group, and `PairSide` (`fusion/runtime/pair_side.py`) the `desk` of a group of a pair. The module must not plan for less
-memory: `PlannedStepCache` (`fusion/runtime/planned_unit.py`) does.
+(`batch_bucketing.py`), and yields units that compute all of them on stacked tensors (`group_executor.py`).
+`GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes a `GroupTrial` when a job in preparation has found further
+members, or has left a group; `FusionBenchmark` (`fusion/matching/group_timing.py`) makes a `GroupTrial` to time a group
+size; and `PairTrial` (`fusion/runtime/pair_trial.py`) advances two groups. The module must not plan for less memory:
+`PlannedStepCache` (`fusion/runtime/planned_unit.py`) does.
 
 Note: threads. A single thread at a time advances a group, and members' code, joins, leaves and changes of size run only
-there, between two steps. Other threads may set `goes_back`, call `make_ready`, and ask `is_due`, `admits` or `knows`.
+there, between two steps. Other threads may set `goes_back` and `most`, call `make_ready`, and ask `is_due`, `admits` or
+`knows`.
 
-Note: order. Recorded and planned steps are bound to the stacked state. Recorded steps are dropped before the state is
-replaced or released. Planned steps are dropped before a new state is made, and at the end of the group.
+Note: order. Recorded and planned steps are bound to the stacked state, and are dropped before the state is replaced or
+released.
 """
 
 import logging
@@ -65,8 +64,6 @@ class GroupTrial(Trial):
 
     Args:
         seats: the members, with equal fusion keys; members may have begun in another group.
-        plans: makes the group's plans.
-        library: provides plans of single members.
         device: any device of the pool, for host memory; traces are made for devices of its kind.
         desk: receives events about the slots and answers questions, on the thread that advances the group.
         host, tenant, times: as of `Trial`.
@@ -74,16 +71,12 @@ class GroupTrial(Trial):
         planner: plans steps that exceed a device's memory; None: no such steps are planned.
 
     Attributes:
-        buckets: chooses and counts the members computed together.
-        captures: the recorded steps, where the group records steps.
-        records: whether the group records steps.
         hands_back: whether `close` hands unfinished members back between two steps, because another group may continue
             the members.
-        goes_back: whether the group ends before its next step so that the members continue elsewhere; any thread may
-            set the flag. A group of a pair ends with the pair instead.
+        goes_back: whether the group ends before its next step so that the members continue elsewhere. A group of a pair
+            ends with the pair instead.
         takes_turns: whether the group offers its steps, to run in turn with the steps of another group.
         offer: the steps of the due unit, offered to run in turn; None where the steps cannot run in turn.
-        beside: the other group of the same job; None where the group is alone.
     """
 
     hands_back = False
@@ -215,11 +208,9 @@ class GroupTrial(Trial):
                     self._places.hand_out(seat)
         except RuntimeError:  # a lost device, or no memory for the copies
             is_whole = False
-        # Recordings hold device memory and refer to the state's addresses, so they go before the state does.
-        self.captures.close()
+        # Recorded steps hold device memory, planned steps host memory, and both refer to the state's tensors.
+        self._drop_steps()
         super().close(keep=False)
-        if self._planned is not None:
-            self._planned.clear()
         self._places.state = None
         for seat in live:
             seat.member.fetch, seat.is_handed_back = None, is_whole
@@ -353,9 +344,7 @@ class GroupTrial(Trial):
             raise GroupBatchError(f"{what} has had {_MAX_STATES} values, and a group's step is captured for each")
         self._kinds.forget()
         self._places.stacked.clear()
-        self.captures.close()
-        if self._planned is not None:
-            self._planned.clear()
+        self._drop_steps()
 
     def _next_of_step(self, going: Sequence[GroupSlot]) -> tuple[Sequence[GroupSlot], BatchPart, Collection[int]]:
         """Prepare the next batch of an accumulated step; as of `GroupExecutor.accumulated`."""
@@ -369,7 +358,6 @@ class GroupTrial(Trial):
         return bucket, part, resting
 
     def _count(self, bucket: Sequence[GroupSlot], wanting: int, batches: int) -> None:
-        """Count batches of the given members, chosen from `wanting` members that wanted a batch."""
         for seat in bucket:
             seat.most_together = max(seat.most_together, len(self._places.live))
         for _ in range(batches):
@@ -377,7 +365,6 @@ class GroupTrial(Trial):
             self._sizes.computed(len(self.seats), len(self._places.live))
 
     def _resize(self) -> None:
-        """Change the number of slots, if a change is due and its plans are ready."""
         live = len(self._places.live)
         if not live:
             return  # vacant slots need a live member to stand for, so the joiners take the present slots first
@@ -385,10 +372,8 @@ class GroupTrial(Trial):
         if size == len(self.seats) or not self._desk.make_ready(size):
             return
         # Recorded steps and planned steps are made for the old size and hold its addresses.
-        self.captures.close()
+        self._drop_steps()
         self._places.resize(size)
-        if self._planned is not None:
-            self._planned.clear()
         self._sizes.changed()
         if self.state is not None:
             assert self._kinds.first is not None
@@ -396,12 +381,13 @@ class GroupTrial(Trial):
             # the new stack is built from the members' own modules.
             self._make_group_state(self._group_plans.stacked(self._kinds.first, size), self.state)
 
-    def make_ready(self, size: int) -> None:
-        """Make the plans for another number of slots, for every kind of batch seen so far; any thread may call.
+    def _drop_steps(self) -> None:
+        self.captures.close()
+        if self._planned is not None:
+            self._planned.clear()
 
-        Args:
-            size: number of slots.
-        """
+    def make_ready(self, size: int) -> None:
+        """Make the plans for another number of slots, for every kind of batch seen so far; any thread may call."""
         if self.state is not None:
             self._kinds.make_ready(size, self.state.tensors, self._device.torch_device, self._budget_bytes)
         if self._planned is not None and self._kinds.first is not None:
@@ -463,7 +449,6 @@ class GroupTrial(Trial):
     def _evaluate_in(
         self, parts: Sequence[GroupPart], bucket: Sequence[GroupSlot]
     ) -> Generator[PendingUnit, None, None]:
-        """Evaluate a batch of every given member, one part after the other."""
         like, chosen = wanted_of(bucket[0]) if are_padded(bucket) else None, {id(seat) for seat in bucket}
         members = [
             [seat for seat in self.seats[part.slots.start : part.slots.stop] if id(seat) in chosen] for part in parts
@@ -512,7 +497,6 @@ class GroupTrial(Trial):
     def _may_take_turns(
         self, prepared: PreparedPlan, likeness: MemberDifferences, like: MemberBatchRequest | None
     ) -> bool:
-        """Return whether steps of the given kind may be planned in turn with another group's steps."""
         is_whole = len(prepared.plan.shards) == 1 and prepared.guard is None and self.task.accumulate == 1
         return is_whole and likeness.rows is None and like is None
 
@@ -524,10 +508,6 @@ class GroupTrial(Trial):
         return self._plans.library.budget.budget_bytes
 
     def _made(self, seat: GroupSlot) -> PreparedPlan:
-        """Make the plan for a member's wanted batch.
-
-        The first training step also decides how the group's state is cut.
-        """
         clipping_members = (
             live_seat.member for live_seat in self._places.live if live_seat.member.task.max_grad_norm is not None
         )
@@ -559,12 +539,6 @@ class GroupTrial(Trial):
         return self._places.stacked[own, is_padded]
 
     def _make_group_state(self, prepared: PreparedPlan, before: ModelState | None = None) -> None:
-        """Stack the members' own modules and optimizers.
-
-        Args:
-            prepared: the plan whose cuts the state follows.
-            before: the group's state at its previous size.
-        """
         built = [seat.member.built() for seat in self.seats]
         module = StackedModule([module for module, _ in built])
         optimizer = stacked_optimizer([optimizer for _, optimizer in built], built[0][0], module)

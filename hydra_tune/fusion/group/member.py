@@ -14,8 +14,8 @@ member's own: the member's scheduler goes on writing to the member's own optimiz
 
 Note: random numbers. A look at data or a capture must leave the member's streams and feed where they were (`peek`).
 
-Note: code of the user's. `begin_to_build`, and `peek` where the data run the user's code, keep other trials out for a limited
-time (`GATE.alone`), so that the changes found in Python are the member's own. The module must not plan for less memory.
+Note: code of the user's. `begin_to_build`, and `peek` where the data run the user's code, keep other trials out for a
+limited time (`GATE.alone`), so that the changes found in Python are the member's own.
 """
 
 import math
@@ -63,9 +63,7 @@ class MemberBatchRequest:
         mode: "train" or "evaluate".
         drawn: a batch as drawn from the member's data, or picks not yet gathered.
         leaves: the batch's tensors; for picks, the geometry of each batch.
-        num_samples: number of samples in each batch.
         places: numbers of the member's Python state, in words, that are inputs of the graph.
-        numbers: the numbers.
     """
 
     mode: str
@@ -119,7 +117,6 @@ class MemberTrial(SingleTrial):
         is_fused: whether a group computes the batches; otherwise the member runs as a `SingleTrial`.
         architecture: identifies trials that share a plan; None until `identify`.
         results: losses or metrics of the computed batches, for a leading part of the request.
-        inputs: as given to `identify`.
         fetch: copies the member's part of the group's state to the member's own module and optimizer; None outside a
             group. No unit of the group may run meanwhile.
     """
@@ -192,11 +189,6 @@ class MemberTrial(SingleTrial):
 
     def compare(self, library: PlanLibrary, prepared: PreparedPlan, request: MemberBatchRequest) -> bool:
         """Compare the member's own plan with the eager step once more; return whether there was a comparison.
-
-        Args:
-            library: made the plan.
-            prepared: the plan, not stacked.
-            request: a request that the plan has served.
 
         Raises:
             CaptureError: the plan gives other numbers than the eager step.

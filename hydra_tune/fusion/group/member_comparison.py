@@ -6,8 +6,7 @@ each training step.
 Note: turns. A single member is compared for the reports of a step, another member the next time, within a hundredth of
 the group's time. The comparison must leave parameters and random streams unchanged. A comparison copies the slot to the
 member's own module and optimizer. A difference concerns all members that share the plan, so each is compared at its own
-report from then on, whatever the time. The thread that advances the group makes all calls, so there is no lock. The
-module must not plan for less memory.
+report from then on, whatever the time. The thread that advances the group makes all calls, so there is no lock.
 """
 
 import math
@@ -26,9 +25,6 @@ class MemberComparison:
     """The comparisons of a group.
 
     Args:
-        places: the group's slots.
-        kinds: the group's plans.
-        library: made the members' own plans.
         is_exact: whether captured steps have the bits of eager steps on the host: no compiler, and no GPU.
     """
 
@@ -44,10 +40,6 @@ class MemberComparison:
 
     def check(self, seat: GroupSlot, step_seconds: float) -> None:
         """Compare the member whose turn it is, if there is time, where a member is about to report.
-
-        Args:
-            seat: the member that is about to report.
-            step_seconds: seconds of a training step of the group.
 
         Raises:
             TaskError: the captured step of the member that is about to report gives other numbers.
@@ -68,11 +60,6 @@ class MemberComparison:
 
     def _compare(self, seat: GroupSlot, own: PreparedPlan, request: MemberBatchRequest) -> bool:
         """Compare a member; return whether there was a comparison.
-
-        Args:
-            seat: the member.
-            own: the plan of any member that is computed together with this one.
-            request: the request of any member for such a batch.
 
         Raises:
             CaptureError: the plan gives other numbers than the eager step.

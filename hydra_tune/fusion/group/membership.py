@@ -31,7 +31,6 @@ class MemberCoordinator:
     """Advances the members of a group.
 
     Args:
-        places: the group's slots.
         desk: receives events and answers questions about the slots, on the thread that advances the group.
         resize: changes the number of slots, if a change is due and prepared.
         compare: may compare captured steps with eager steps, where a member is about to report; raises a `TaskError` if
@@ -62,10 +61,7 @@ class MemberCoordinator:
             yield PendingReport(step=self._waits, metrics={})
 
     def _attend(self) -> None:
-        """Process everything due between two steps.
-
-        Members end, leave and report, answered members continue, and new members join.
-        """
+        """Process everything due between two steps."""
         # First, because members that end or leave make room for those that join.
         for seat in self._places.live:
             self._attend_to(seat)
@@ -101,7 +97,6 @@ class MemberCoordinator:
                 return
 
     def _is_right(self, seat: GroupSlot) -> bool:
-        """Return whether no comparison shows a difference for this member; otherwise store the error in the slot."""
         try:
             self._compare(seat)
         except TaskError as error:
@@ -152,7 +147,6 @@ class MemberCoordinator:
         self._desk.ended(seat)
 
     def _take_in(self, index: int, seat: GroupSlot) -> None:
-        """Give a slot to a joining member."""
         self._places.give(index, seat)
         seat.member.is_fused = True
         try:
@@ -166,7 +160,6 @@ class MemberCoordinator:
         self._places.welcome(seat)
 
     def _leave(self, seat: GroupSlot) -> None:
-        """Let a member leave with its state."""
         self._places.leave(seat)
         self._desk.left(seat)
 

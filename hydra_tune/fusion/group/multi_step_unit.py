@@ -7,9 +7,8 @@ all members that want a batch take part. `PlannedRound` (`fusion/runtime/planned
 Note: contents of a round. A single lease holds parameters and optimizer state from the first step to the last. Between
 steps the members take their losses and advance to their next batches, inside the lease, on the device's thread. A round
 begins no further step after `SECONDS`, nor when a member wants anything other than a batch of the same kind (a report,
-an evaluation, its end), is to be stopped or paused, has a loss that is not finite, or has changed what the plan has baked
-in. No other trial therefore waits longer for the device, and no member longer for its end, than for a unit of a larger
-model.
+an evaluation, its end), is to be stopped or paused, has a loss that is not finite, or has changed what the plan has
+baked in.
 
 Note: out of memory. The random numbers of a step are kept until the step is over, and overwritten buffers are restored.
 A unit repeated after a failure before an update therefore resumes with the failed step; a failed update cannot be
@@ -57,12 +56,6 @@ class RoundContext:
     """The fixed inputs of a round.
 
     Args:
-        plan: the group's single-shard plan.
-        times: times of the plan's units.
-        state: the group's long-lived tensors.
-        streams: the members' random streams.
-        gradients: the group's gradient rules.
-        resting: slots of members that take no part.
         collects: as of `EvaluationBatch`.
     """
 
@@ -90,10 +83,7 @@ class RoundContext:
         return computing.traces.get(self.shard.graph.first)
 
     def workspace_bytes(self, leaves: BatchLeaves) -> int:
-        """Return the bytes of a step beside parameters, buffers and optimizer state.
-
-        The sum covers the batch, the gradients and the memory of the computation.
-        """
+        """Return the bytes of a step beside parameters, buffers and optimizer state."""
         cost = self.shard.cost
         inputs = sum(tensor.nbytes for tensor in (*leaves.tensors, *self.plan.constants.values()))
         update = max(cost.update_workspace, cost.first_update_workspace)
@@ -101,13 +91,7 @@ class RoundContext:
 
 
 def may_go_round(plan: ShardPlan, device: Device, budget_bytes: int) -> bool:
-    """Return whether a unit may run several batches of a plan.
-
-    Args:
-        plan: a group's plan.
-        device: any device of the pool.
-        budget_bytes: memory of the smallest device.
-    """
+    """Return whether a unit may run several batches of a plan."""
     if len(plan.shards) > 1 or getattr(device, "link", None) is not None:
         return False
     (shard,) = plan.shards
@@ -126,15 +110,9 @@ class GroupRound:
     """Several steps in a unit.
 
     Args:
-        rules: the fixed inputs.
-        batches: the members' first batches.
-        leaves: the first stacked batch.
         settle: takes a list with the results of each computed batch: the losses, or the values by metric, of all
             members.
         go_on: advances the members; returns their next batches, or None to end the round.
-
-    Attributes:
-        steps: number of steps run so far.
     """
 
     def __init__(
@@ -209,8 +187,8 @@ class GroupRound:
                 goes_on = True
                 while goes_on and len(self._made) < len(self._batches):
                     goes_on = self._compute(self._batches, device)
-                    # The first step creates optimizer state on the host; a new lease must load the state's blocks.
-                    goes_on = goes_on and time.perf_counter() < until and len(self._blocks()) == len(blocks)
+                    # A step that creates optimizer state leaves the state on the host; a new lease must load its blocks.
+                    goes_on = goes_on and time.perf_counter() < until and self._blocks() == blocks
                 results, self._made = self._made, []
                 self._settle(results)
                 self._batches = self._go_on() if goes_on else None
@@ -228,7 +206,6 @@ class GroupRound:
         return all(math.isfinite(loss) for index, loss in enumerate(result) if index not in self._rules.resting)
 
     def _sent(self, tensors: Sequence[Tensor], device: Device) -> list[Tensor]:
-        """Return a batch or constants where the steps compute."""
         return [sent(tensor, device.torch_device) for tensor in tensors]
 
     def _drawing(self, device: Device) -> AbstractContextManager[object]:
@@ -266,7 +243,6 @@ class GroupRound:
             return {metric: member_values(outputs[name], collects=rules.collects) for metric, name in named}
 
     def _trained(self, operands: ShardOperands, device: Device) -> list[float]:
-        """Run a training step; return the members' losses."""
         rules, trace = self._rules, self._rules.trace
         assert trace is not None
         if self._noise is None:
@@ -286,7 +262,8 @@ class GroupRound:
                 rules.gradients.leave_out_overflowed(rules.state.optimizer)
             with rules.state.around_step(device):
                 rules.state.update(rules.shard.trained, gradients, rules.gradients)
-            rules.state.adopt_optimizer_state(names, device)
+            assert self._lease is not None
+            rules.state.adopt_optimizer_state(names, device, self._lease)
             rules.state.end_step()
             rules.gradients.next_step()
         return losses

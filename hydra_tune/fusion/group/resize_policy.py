@@ -13,9 +13,6 @@ class GroupResizePolicy:
     soon as a member waits without a vacant slot. A group shrinks only if no member waits and at least half of its slots
     have been vacant for `_PATIENCE_STEPS` batches: an ended trial is often followed by a new trial, and resizing the
     stack twice would gain nothing.
-
-    Args:
-        most: largest number of slots.
     """
 
     def __init__(self, most: int) -> None:
@@ -27,13 +24,7 @@ class GroupResizePolicy:
         self._quiet_steps = self._quiet_steps + 1 if 2 * taken <= size else 0
 
     def wanted(self, size: int, taken: int, waiting: int) -> int:
-        """Return the size that the group should have.
-
-        Args:
-            size: present size.
-            taken: occupied slots.
-            waiting: members that would join.
-        """
+        """Return the size that the group should have."""
         if taken + waiting > size:
             # `most` may have been lowered below the present size; a group never evicts members.
             return max(size, min(self.most, _power_of_two(taken + waiting)))

@@ -26,7 +26,6 @@ class GroupSlot:
     """A slot of a group: its member, the member's requests, and the member's end.
 
     Args:
-        member: the trial in the slot.
         waits: whether the member's reports wait for an answer.
 
     Attributes:
@@ -35,16 +34,13 @@ class GroupSlot:
             request.
         waits_until: deadline, by the monotonic clock, until which answered members wait for the answer to this member's
             report; None until the report is passed on.
-        is_answered: whether the current report has been answered.
         most_together: largest number of members, including the member, in the group during any of the member's
             computations.
-        is_paused: whether the member is to leave and return later; any thread may set the flag at any time.
+        is_paused: whether the member is to leave and return later.
         is_handed_back: whether the group ended before the member did, so the member can continue elsewhere from its
             present state.
-        stop: requested end, "pruned" or "cancelled"; None without a request; any thread may set the request at any
-            time.
+        stop: requested end, "pruned" or "cancelled"; None without a request.
         status: how the member ended; None while the member runs; "vacant" for a vacant slot.
-        error: the reason of a failure.
         module, optimizer: set for a completed member, with its final weights and state.
     """
 
@@ -108,12 +104,7 @@ class GroupDelegate(Protocol):
         """Return the number of members that would join if there were vacant slots."""
 
     def joining(self, free: int, *, ends: bool) -> Sequence[GroupSlot]:
-        """Return members that join now.
-
-        Args:
-            free: number of vacant slots.
-            ends: whether the group ends unless a member joins.
-        """
+        """Return members that join now; with `ends`, the group ends unless a member joins."""
 
     def make_ready(self, size: int) -> bool:
         """Return whether the group's plans for another size are ready.

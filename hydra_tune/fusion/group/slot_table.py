@@ -5,9 +5,9 @@ in and out between two steps; `GroupExecutor` (`group_executor.py`) reads the sl
 results.
 
 Note: joining and leaving. A group has a number of slots. Between two steps a member that has ended or is paused gives
-its slot to another member (`put_in`). The new member begins or continues its training, at whatever step the others
-are. A vacant slot is masked. A member joins and leaves by copying between the stack and its own module and
-optimizer. To change the number of slots (`resize_policy.py`), all members leave and join a new stack.
+its slot to another member (`put_in`). The new member begins or continues its training, at whatever step the others are.
+A member joins and leaves by copying between the stack and its own module and optimizer. To change the number of slots
+(`resize_policy.py`), all members leave and join a new stack.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,6 @@ class GroupPart:
 
     Attributes:
         slots: the slots, which are neighbours.
-        prepared: a member's plan, stacked for these slots.
-        differences: the differences between the members in these slots.
     """
 
     slots: range
@@ -43,13 +41,10 @@ class SlotTable:
     """The slots of a group.
 
     Args:
-        seats: the members.
         device: any device of the pool, for host memory.
 
     Attributes:
         seats: the slots, by index in the stack.
-        streams: the members' random streams.
-        gradients: the members' gradient rules.
         state: the stacked state; None before the first step.
         stacked: by a member's plan and whether batches are padded: the parts of the group that are computed at once.
     """

@@ -26,11 +26,7 @@ from hydra_tune.train.state.model_state import ModelState
 
 
 class StackedModule(nn.Module):
-    """Parameters and buffers of all members, stacked under the members' own names. Has no forward.
-
-    Args:
-        members: modules of the same architecture.
-    """
+    """Parameters and buffers of all members, stacked under the members' own names. Has no forward."""
 
     def __init__(self, members: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -56,13 +52,7 @@ class StackedModule(nn.Module):
 
 
 def stacked_optimizer(members: Sequence[Optimizer], first: nn.Module, stacked: nn.Module) -> StackedOptimizer:
-    """Build a single optimizer for the stacked parameters.
-
-    Args:
-        members: the members' own optimizers.
-        first: the first member's module.
-        stacked: the stacked module.
-    """
+    """Build a single optimizer for the stacked parameters."""
     names = {id(tensor): name for name, tensor in named_state(first)}
     stacked_parameters = dict(stacked.named_parameters())
     groups = [[stacked_parameters[names[id(p)]] for p in group["params"]] for group in members[0].param_groups]
@@ -70,14 +60,7 @@ def stacked_optimizer(members: Sequence[Optimizer], first: nn.Module, stacked: n
 
 
 def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimizer) -> None:
-    """Copy a member's part of a group's state to the member's own module and optimizer; no unit of the group may run.
-
-    Args:
-        state: the group's state.
-        index: the member's slot.
-        module: the member's own module, overwritten.
-        optimizer: the member's own optimizer; receives the state from the group.
-    """
+    """Copy a member's part of a group's state to the member's own module and optimizer; no unit of the group may run."""
     stacked_optimizer = state.optimizer
     assert isinstance(stacked_optimizer, StackedOptimizer), "not a group's state"
     with state.readers.reading(), torch.no_grad():
@@ -94,15 +77,7 @@ def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimi
 
 
 def put_in(state: ModelState, index: int, module: nn.Module, optimizer: Optimizer, device: Device) -> None:
-    """Copy another member into a slot of a group's state; no unit of the group may run.
-
-    Args:
-        state: the group's state.
-        index: the slot.
-        module: the member's own module; provides the weights.
-        optimizer: the member's own optimizer; provides optimizer state if it has any, and the rates from now on.
-        device: any device of the pool.
-    """
+    """Copy another member into a slot of a group's state; no unit of the group may run."""
     stacked_optimizer = state.optimizer
     assert isinstance(stacked_optimizer, StackedOptimizer), "not a group's state"
     stacked_optimizer.replace(index, optimizer)
@@ -151,14 +126,7 @@ class _Rows(Mapping[str, Tensor]):
 def adopt(
     state: ModelState, built: Sequence[tuple[nn.Module, Optimizer]], taken: Sequence[bool], device: Device
 ) -> None:
-    """Stack the state of the members' own optimizers, where at least one has taken a step.
-
-    Args:
-        state: the group's state; its optimizer has taken no step.
-        built: the members' modules and optimizers.
-        taken: whether each slot is occupied.
-        device: any device of the pool.
-    """
+    """Stack the state of the members' own optimizers, where at least one has taken a step."""
     stacked_optimizer = state.optimizer
     assert isinstance(stacked_optimizer, StackedOptimizer), "not a group's state"
     owns = [

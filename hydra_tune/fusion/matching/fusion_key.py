@@ -87,11 +87,6 @@ def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> Fusi
 
     Rates, seeds, data, schedules, epochs and reports do not enter the key, because every member keeps its own.
 
-    Args:
-        task: the trial's task.
-        module: the module built by the task's `model=`.
-        optimizer: the optimizer built by the task's `optimizer=` for the module's parameters.
-
     Raises:
         UnfusableError: the trial cannot be fused with any other trial; the message gives the reason.
     """
@@ -145,13 +140,11 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _without_losses(key: Any) -> Any:
-    """Return an architecture key that keeps only `step=` of the functions called on the model."""
     model, (_loss, step, _evaluate), *other_parts = key
     return (model, step, *other_parts)
 
 
 def _evaluation(key: Any) -> Any:
-    """Return the part of an architecture key that describes `evaluate=`."""
     _model, (_loss, _step, evaluate), *_others = key
     return evaluate
 

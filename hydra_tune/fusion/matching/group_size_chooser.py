@@ -33,7 +33,6 @@ class GroupSizeChoice:
 
     Attributes:
         size: number of trials to compute together; 1: no fusion.
-        why: the reason in words, with the numbers.
         timing: the measurements; None if nothing was timed.
     """
 
@@ -60,11 +59,7 @@ class UntracedPlanFactory(GroupPlanFactory):
 
 
 class GroupSizeChooser:
-    """Times steps on the requesting device, and caches the results. Thread-safe; requests are answered one at a time.
-
-    Args:
-        library: provides plans.
-    """
+    """Times steps on the requesting device, and caches the results. Thread-safe; requests are answered one at a time."""
 
     def __init__(self, library: PlanLibrary) -> None:
         self._library = library
@@ -104,19 +99,7 @@ class GroupSizeChooser:
         num_steps: Sequence[float],
         most: int,
     ) -> GroupSizeChoice:
-        """Choose how many trials to compute together.
-
-        Args:
-            kind: key of trials with equal steps, which therefore take equally long.
-            member: a built trial of the kind; only read.
-            wanted: first batch of the trial; only read.
-            device: the device that times steps.
-            num_steps: remaining optimizer steps of each trial; see `steps_of`.
-            most: number of trials that fit a device.
-
-        Returns:
-            The choice, also written to the log.
-        """
+        """Choose how many trials to compute together; the members and batches are only read."""
         most = min(most, len(num_steps))
         with self._lock:
             # The lock is held while steps are timed: concurrent probes would disturb each other's times.

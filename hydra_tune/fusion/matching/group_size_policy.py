@@ -34,7 +34,6 @@ class FusionStepTimes:
     """Measured step times.
 
     Attributes:
-        alone_seconds: a step of a single trial.
         drawing_seconds: drawing a batch from a trial's own data, which every trial does separately in either case.
         group_seconds: a step of a group with all its members, by number of members.
     """
@@ -106,14 +105,7 @@ def chosen_size(timing: FusionStepTimes, most: int, num_steps: float) -> int:
 
 
 def next_size(timing: FusionStepTimes, most: int, total_seconds: float, spent_seconds: float = 0.0) -> int | None:
-    """Return the next size to time; None if the choice is clear, or timing would cost too much.
-
-    Args:
-        timing: measurements so far.
-        most: number of trials available, limited by memory.
-        total_seconds: time of all remaining work without fusion.
-        spent_seconds: time spent on measurements so far.
-    """
+    """Return the next size to time; None if the choice is clear, or timing would cost too much."""
     seconds_left = COST_SHARE * total_seconds - spent_seconds
     timed_sizes = [size for size in sizes(most) if timing.gain(size) is not None]
     untimed_sizes = [size for size in sizes(most) if size not in timed_sizes]

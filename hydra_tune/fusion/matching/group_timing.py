@@ -52,10 +52,8 @@ class FusionBenchmark:
     """Times steps of a task on a device. Call from a single thread, which computes as a device's worker does.
 
     Args:
-        task: the trial's task.
         module: the model built by the task's `model=`; only read.
         batch: the trial's first batch; only read.
-        library: provides the plan.
         device: the device; its worker may be busy at the same time.
     """
 
@@ -94,13 +92,6 @@ class FusionBenchmark:
 
     def together(self, count: int, plans: GroupPlanFactory) -> float:
         """Return the seconds of a step of `count` trials together.
-
-        Args:
-            count: number of trials.
-            plans: makes the group's plans.
-
-        Returns:
-            Seconds of a step for all trials together.
 
         Raises:
             HydraTuneError: the trials cannot be stacked, or cannot run.
@@ -164,7 +155,6 @@ def _is_past(end: float) -> bool:
 
 @contextmanager
 def _closing(trial: Trial) -> Iterator[None]:
-    """Close the trial at the end of the context."""
     try:
         yield
     finally:

@@ -53,7 +53,6 @@ class MemberDifferences:
     """Differences between members that compute together.
 
     Attributes:
-        drops: dropout probabilities.
         rows: assignment of losses or metrics to members; None: all members have the same.
         numbered: the members' own plans, where Python computes inputs of the plans from numbers.
     """
@@ -72,12 +71,7 @@ class MemberDifferences:
 
 
 def with_stand_ins(code: fx.GraphModule, slots: frozenset[str]) -> fx.GraphModule:
-    """Return a graph in which the named nodes always drop, whatever their own probability.
-
-    Args:
-        code: a shard's graph.
-        slots: names of the nodes.
-    """
+    """Return a graph in which the named nodes always drop, whatever their own probability."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in code.graph.nodes:
@@ -121,7 +115,6 @@ def likeness(plans: Sequence[ShardPlan]) -> MemberDifferences:
 
 
 def _kind_of(plan: ShardPlan, kinds: list[ShardPlan]) -> int:
-    """Return the index of the first equal plan in `kinds`; append the plan if none is equal."""
     for number, kind in enumerate(kinds):
         try:
             _check_plans(kind, plan)
@@ -223,7 +216,6 @@ def _common(a: ShardPlan, b: ShardPlan) -> int:
 
 
 def _told(a: ShardPlan, b: ShardPlan) -> str:
-    """Describe the difference between two plans in words."""
     try:
         _check_plans(a, b)
     except UnfusableError as error:
@@ -232,7 +224,6 @@ def _told(a: ShardPlan, b: ShardPlan) -> str:
 
 
 def _equal_operators(a: ShardPlan, b: ShardPlan) -> int:
-    """Return the number of equal operators with which two shards begin."""
     code, other_code = (plan.shards[-1].graph.code for plan in (a, b))
     if code is None or other_code is None:
         raise UnfusableError("its graph is compiled")
@@ -322,8 +313,6 @@ def _key(node: fx.Node, numbers: Mapping[fx.Node, object], is_outer: bool) -> st
 
 
 class _NodeIdentity:
-    """Stand-in for a node, printed as the node's position in the graph."""
-
     def __init__(self, number: object) -> None:
         self._number = number
 

@@ -34,9 +34,6 @@ class LossHead:
 
     Attributes:
         code: takes the values `made`, then the batch's `inputs`, then the `constants`.
-        made: indices of the common operators whose values the code takes.
-        inputs: as of `ShardGraph`.
-        constants: names and values of the head's own constants.
         results: index among the code's outputs, by name of the result.
     """
 
@@ -52,9 +49,7 @@ class MultiHeadPlan:
     """Single-shard plans that differ only in their ends.
 
     Attributes:
-        plans: the plans.
         length: number of common operators.
-        tails: the rest of every plan.
     """
 
     plans: tuple[ShardPlan, ...]
@@ -67,7 +62,6 @@ class HeadAssignment:
     """Assignment of heads to members.
 
     Attributes:
-        tails: the available heads.
         of: for each member, the number of its head.
     """
 
@@ -106,7 +100,6 @@ def tails_of(plans: Sequence[ShardPlan], length: int) -> MultiHeadPlan:
 
 
 def _tail(plan: ShardPlan, length: int, number: int) -> LossHead:
-    """Return the operators of a plan from index `length` on, as a head."""
     graph = plan.shards[-1].graph
     code = graph.code
     assert code is not None, "compared before"
@@ -159,7 +152,6 @@ def _check(node: fx.Node) -> None:
 
 
 def _regions(node: fx.Node, code: fx.GraphModule) -> list[fx.GraphModule]:
-    """Return the graphs that an operator runs, including nested graphs."""
     regions: list[fx.GraphModule] = []
     for argument in node.all_input_nodes:
         region = getattr(code, str(argument.target), None) if argument.op == "get_attr" else None
@@ -190,7 +182,6 @@ def _reached(plan: ShardPlan, tail: LossHead) -> set[int]:
 
 
 def _trained(plan: ShardPlan) -> set[int]:
-    """Return the operators that depend on parameters."""
     graph = plan.shards[-1].graph
     assert graph.code is not None, "compared before"
     arguments = zip(placeholders_of(graph.code), arguments_of(graph), strict=True)

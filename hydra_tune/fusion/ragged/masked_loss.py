@@ -26,12 +26,8 @@ class MaskedReduction:
     The padding contributes zero to the result and receives zero gradients, whatever finite values it holds.
 
     Attributes:
-        target: the reducing operator.
         dim: dimension of the operator's input that holds the samples.
-        rows: size of the dimension.
         each: positions of a sample in the dimension.
-        reduction: torch's code for the reduction.
-        keywords: other arguments of the operator.
     """
 
     target: Any
@@ -86,13 +82,7 @@ def counted_loss(loss: MaskedReduction, counts: Tensor, *tensors: Tensor) -> Ten
 
 
 def with_counts(code: fx.GraphModule, counted: Mapping[str, MaskedReduction], after: int) -> fx.GraphModule:
-    """Return a graph that takes the number of samples that count, and reduces over those samples.
-
-    Args:
-        code: a member's graph.
-        counted: the reductions, by node name.
-        after: position of the new argument.
-    """
+    """Return a graph that takes the number of samples that count, and reduces over those samples."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     counts: fx.Node | None = None

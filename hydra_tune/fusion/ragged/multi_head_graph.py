@@ -23,13 +23,7 @@ _RESULT = "result:"
 
 
 def with_tails(shard: Shard, rows: HeadAssignment, prefix: "StackedPrefix") -> Shard:
-    """Return the shard of a group whose members have different heads.
-
-    Args:
-        shard: the first plan's shard, for a single member.
-        rows: assignment of heads to members.
-        prefix: the common beginning.
-    """
+    """Return the shard of a group whose members have different heads."""
     used_tails = [tail for number, tail in enumerate(rows.tails.tails) if number in rows.of]
     graph = shard.graph
     constants = (*prefix.constants, *(name for tail in used_tails for name in tail.constants))
@@ -81,19 +75,9 @@ def with_results(plan: ShardPlan, rows: HeadAssignment) -> ShardPlan:
 class StackedPrefix:
     """The common beginning of plans with heads, on stacked members; `run` computes the beginning.
 
-    Args:
-        graph: the first plan's shard.
-        code: the shard's code, or similar code with stand-ins.
-        rows: assignment of heads to members.
-        slots: as of `stacked_plan`.
-
     Attributes:
-        constants: names of the constants that the beginning takes.
-        inputs: indices of the batch's tensors that the beginning takes.
         takes: the arguments of the beginning: state, constants and batch tensors, by kind and name.
-        made: indices of the operators whose values the beginning returns.
         made_bytes: bytes of the returned values, for a single member.
-        precision: precision of the step.
 
     Raises:
         UnfusableError: the beginning reads nothing but constants.
@@ -125,8 +109,6 @@ class StackedPrefix:
 
 
 class _MultiHeadGraph:
-    """Runs the beginning for all members and every head for its members."""
-
     def __init__(
         self,
         prefix: StackedPrefix,
@@ -171,8 +153,6 @@ class _MultiHeadGraph:
 
 
 class _StackedHead:
-    """A head with its rows."""
-
     def __init__(
         self,
         tail: LossHead,
@@ -203,7 +183,6 @@ class _StackedHead:
 
 
 def _picked(value: Tensor, rows: list[int]) -> Tensor:
-    """Return the given rows of a stacked value."""
     # Selecting all rows in order would only copy.
     if rows == list(range(value.size(0))):
         return value

@@ -51,10 +51,7 @@ class PlanBatchSpec:
     """A plan with the batch that it serves.
 
     Attributes:
-        plan: the plan of a single member.
-        state: geometry of parameters and buffers.
         inputs: tensors of the batch; only the geometry counts.
-        samples: number of samples in the batch.
     """
 
     plan: ShardPlan
@@ -83,11 +80,7 @@ class PlanBatchSpec:
 
 
 def counted_losses(one: PlanBatchSpec, other: PlanBatchSpec) -> dict[str, MaskedReduction]:
-    """Return the reductions over samples in the plan of the larger batch, by node name.
-
-    Args:
-        one: the plan for the smaller batch.
-        other: the plan for the larger batch, of the same trial or a trial of its kind.
+    """Return the reductions over samples in `other`, the plan of the larger batch, by node name.
 
     Raises:
         UnfusableError: the smaller batch cannot be computed as part of the larger batch; the message gives the reason.
@@ -119,12 +112,7 @@ def counted_losses(one: PlanBatchSpec, other: PlanBatchSpec) -> dict[str, Masked
 
 
 class _SampleWalk:
-    """Walks both graphs node by node, side by side.
-
-    Args:
-        samples: number of samples in the small and in the large batch.
-        inputs: positions of the batch's tensors among the graphs' arguments.
-    """
+    """Walks both graphs node by node, side by side."""
 
     def __init__(self, samples: tuple[int, int], inputs: range) -> None:
         self.counted: dict[str, MaskedReduction] = {}
@@ -175,7 +163,6 @@ class _SampleWalk:
         return 0
 
     def _check_arguments(self, a: fx.Node, b: fx.Node, numbers: Mapping[fx.Node, int]) -> None:
-        """Check that both nodes have equal arguments, except for sizes."""
         # Nodes print as positions, so equal text means equal arguments.
         place: Any = lambda leaf: _NodePosition(numbers[leaf])  # noqa: E731
         keys: list[Any]
@@ -220,7 +207,6 @@ class _SampleWalk:
         return by_size
 
     def _keeps_apart(self, node: fx.Node, given: Sequence[fx.Node], made: Any) -> bool:
-        """Return whether an operator computes each sample separately."""
         outer_before = [self._outer.get(argument, 1) for argument in given]
         if node.target in ROW_MAJOR and len(given) == 1:
             outer = outer_of(node, self._dims[given[0]], made, outer_before[0], self._samples[1])
@@ -258,8 +244,6 @@ class _SampleWalk:
 
 
 class _NodePosition:
-    """Stand-in for a node, printed as the node's position."""
-
     def __init__(self, number: int) -> None:
         self._number = number
 
@@ -281,7 +265,6 @@ def _are_sizes(a: Sequence[Any], b: Sequence[Any], samples: tuple[int, int]) -> 
 
 
 def _refused(node: fx.Node) -> UnfusableError:
-    """Return the error for an operator that may look at several samples."""
     if "batch_norm" in str(node.target):
         return UnfusableError("batch normalization looks at all samples of a batch")
     return UnfusableError(f"{node.target} may look at several samples of a batch ({node.name})")

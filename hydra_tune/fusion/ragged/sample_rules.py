@@ -57,13 +57,7 @@ def outer_of(node: fx.Node, dim: int, made: int | None, outer: int, samples: int
 
 
 def keeps_samples_apart(dims: Dims, node: fx.Node, made: Any) -> bool:
-    """Return whether an operator computes each sample separately.
-
-    Args:
-        dims: sample dimensions of the operator's inputs.
-        node: the operator.
-        made: sample dimension of the output, according to its size.
-    """
+    """Return whether an operator computes each sample separately."""
     target: Any = node.target
     rule = _RULES.get(target)
     if rule is None:
@@ -78,7 +72,6 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _only(dims: Dims, node: fx.Node, *values: Any) -> bool:
-    """Return whether no arguments except the given values hold samples."""
     return all(argument in values or dims(argument) is None for argument in node.all_input_nodes)
 
 

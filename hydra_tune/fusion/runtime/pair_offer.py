@@ -24,12 +24,8 @@ class PairingOffer:
     """The offered steps of a group.
 
     Attributes:
-        half: the steps.
-        prepared: the group's plan of the steps.
         wanted: a member's batches.
-        state: the group's state.
         inputs: a stacked batch; only the geometry counts.
-        gradients: the group's gradient rules.
         steps_done: steps of the member furthest behind.
     """
 

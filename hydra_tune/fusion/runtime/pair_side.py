@@ -32,16 +32,9 @@ class PairDelegate(GroupDelegate, Protocol):
 class PairSide(GroupDelegate):
     """A group of a pair, and the group's delegate.
 
-    Args:
-        desk: the delegate of both groups.
-
     Attributes:
-        group: the group, once made.
-        other: the other side.
-        pending: the due unit.
         waits_until: deadline, by the monotonic clock, until which the other group waits for answers to this group; None
             while no answer is outstanding.
-        is_over: whether the group has ended.
     """
 
     group: GroupTrial

@@ -4,8 +4,8 @@ Each of the two groups is an ordinary group, with its own slots, state, plans an
 stopped and saved, leave and join there. `PairTrial` advances both groups. When both are about to make training steps on
 the same kind of batch, the steps form a single unit (`paired_unit.py`). All other work runs separately, so every member
 gets the same bits as in its group alone. `GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes a `PairTrial` when the
-members found for a job are to train as two groups in turn, and `LiveGroup` (`pool/fusion/live_group.py`) treats the pair
-like a group. The pool runs the pair like any trial. The module must not decide on swaps: the planner does.
+members found for a job are to train as two groups in turn, and `LiveGroup` (`pool/fusion/live_group.py`) treats the
+pair like a group. The module must not decide on swaps: the planner does.
 
 Note: staying together. A group that is about to train waits while the other has other work to do. While the other waits
 for answers to reports, the group waits no longer than members of a group wait for each other. If the groups want
@@ -46,15 +46,8 @@ class PairTrial(Trial):
 
     Args:
         sides: both sides; the first group is at least as large as the second.
-        groups: the groups of the sides.
-        library: provides plans of single members.
         device: any device of the pool, for host memory.
         desk: the delegate of the pair; each group asks its side instead.
-        planner: plans the merged steps.
-        host, tenant: as of `Trial`.
-
-    Attributes:
-        hands_back, goes_back: as of `GroupTrial`.
     """
 
     hands_back = False
@@ -118,7 +111,6 @@ class PairTrial(Trial):
         return self._by_itself(due[0])
 
     def _both(self) -> PendingUnit:
-        """Return the unit of both groups, which are both about to make steps."""
         sides = self._sides
         first, second = (side.group.offer for side in sides)
         assert first is not None
@@ -137,7 +129,6 @@ class PairTrial(Trial):
         return self._round.unit()
 
     def _steps(self) -> StepPlanAutotuner[PairStepRunner] | None:
-        """Return the merged steps that both groups offer; None where the steps cannot run in turn."""
         first, second = (side.group.offer for side in self._sides)
         assert first is not None
         assert second is not None
@@ -169,7 +160,6 @@ class PairTrial(Trial):
         return unit
 
     def _by_itself(self, side: PairSide) -> PendingUnit:
-        """Return a unit with the steps of a single group."""
         side.pending = None
         side.go_on()  # the group sees that its offer was not run, and yields an ordinary unit
         return self._due(side)
@@ -204,7 +194,6 @@ class PairTrial(Trial):
 
     @property
     def _is_patient(self) -> bool:
-        """Whether a group that could continue still waits for the other group."""
         waiting = [side.waits_until for side in self._live if side.is_waiting and side.waits_until is not None]
         return bool(waiting) and time.monotonic() < min(waiting)
 
@@ -238,7 +227,6 @@ class PairTrial(Trial):
         self._known.clear()
 
     def _show(self) -> None:
-        """Expose state and figures of the first remaining group to readers of the trial."""
         shown = next((side.group for side in self._live), None)
         self.state = None if shown is None else shown.state
         if shown is not None:

@@ -66,12 +66,7 @@ class PairRoundHalf(GroupRound):
 
     @contextmanager
     def computing(self, state: StepStateBinding, device: Device) -> Iterator[None]:
-        """Surround the next forward, after `drawing`; a failed forward leaves no trace.
-
-        Args:
-            state: the group's state as arguments of the step.
-            device: the computing device.
-        """
+        """Surround the next forward, after `drawing`; a failed forward leaves no trace."""
         rules, graph = self._rules, self._rules.shard.graph
         assert self._batches is not None, "members have batches"
         tensors = self._batches.leaves(len(self._made)).tensors
@@ -101,11 +96,7 @@ class PairRoundHalf(GroupRound):
         leave_out_bad(self._rules.state.optimizer, losses)
 
     def has_stepped(self, *, goes_on: bool) -> None:
-        """Finish the step after its backward and update have run.
-
-        Args:
-            goes_on: whether the group may make another step.
-        """
+        """Finish the step after its backward and update have run."""
         rules, losses = self._rules, self._losses
         rules.gradients.next_step()
         self._made.append(losses)
@@ -120,12 +111,7 @@ class PairRoundHalf(GroupRound):
 
 
 class PairStepRunner(DeviceStepRunner):
-    """The planned steps of two groups, run repeatedly.
-
-    Args:
-        planned: the steps.
-        states: the states of both groups as arguments of the steps.
-    """
+    """The planned steps of two groups, run repeatedly."""
 
     def __init__(self, planned: PlannedStep, states: tuple[StepStateBinding, StepStateBinding]) -> None:
         self.states = first, second = states
@@ -138,12 +124,7 @@ class PairStepRunner(DeviceStepRunner):
 
 
 class PairRound:
-    """Steps of both groups in a single unit.
-
-    Args:
-        halves: the steps of each group.
-        ways: runs the steps.
-    """
+    """Steps of both groups in a single unit."""
 
     def __init__(self, halves: tuple[PairRoundHalf, PairRoundHalf], ways: StepPlanAutotuner[PairStepRunner]) -> None:
         self._halves = halves
@@ -223,7 +204,6 @@ class PairRound:
             self._halves[forward].has_computed(losses)
 
     def _first(self) -> int | None:
-        """Return the group whose forward is the prologue."""
         return next((side for side, half in enumerate(self._halves) if half.has_batch), None)
 
     def _next(self, begun: int | None) -> int | None:
@@ -233,7 +213,6 @@ class PairRound:
         return 1 - begun if self._halves[1 - begun].has_batch else None
 
     def _goes_on(self, side: int, until: float) -> bool:
-        """Return whether a group may begin another step after its step is done."""
         if not self._halves[1 - side].has_batch:
             return False
         # The step that ends here is not counted yet.

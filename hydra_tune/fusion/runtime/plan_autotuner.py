@@ -1,12 +1,12 @@
 """`StepPlanAutotuner`: measure planned steps during ordinary training, and keep the fastest way to run them.
 
-`PlannedStepCache` (`planned_unit.py`) and `PairTrial` (`pair_trial.py`) make a `StepPlanAutotuner` for each kind of step.
-All ways to run a step compute the same graphs with the same bits, so training can switch between ways at any unit. The
-way with the best prediction runs first and is timed: `PlannedRound` (`planned_unit.py`) and `PairRound`
+`PlannedStepCache` (`planned_unit.py`) and `PairTrial` (`pair_trial.py`) make a `StepPlanAutotuner` for each kind of
+step. All ways to run a step compute the same graphs with the same bits, so training can switch between ways at any
+unit. The way with the best prediction runs first and is timed: `PlannedRound` (`planned_unit.py`) and `PairRound`
 (`paired_unit.py`) report the time of a step after each unit. If the prediction is off by more than `TOLERANCE`, the
 measurement corrects the profiles, the steps are planned again, and the new ways run in turn with the first way; the
-fastest stays (`planner/search/autotune.py`). If even the fastest takes longer than first predicted, `LiveGroup`
-(`pool/fusion/live_group.py`) compares with groups that need no plan, unless `fusion_planner` is "on".
+fastest stays. If even the fastest takes longer than first predicted, `LiveGroup` (`pool/fusion/live_group.py`) compares
+with groups that need no plan, unless `fusion_planner` is "on".
 """
 
 import logging
@@ -35,8 +35,6 @@ class AutotuneCandidate:
     Attributes:
         how: the planner's strategy, by name in the portfolio.
         predicted_seconds: predicted seconds of a step of all members; from corrected profiles after replanning.
-        seconds: measured seconds.
-        is_chosen: whether the way stays.
     """
 
     how: str
@@ -50,10 +48,8 @@ class AutotuneResult:
     """Measured times of planned steps.
 
     Attributes:
-        sizes: members of each group.
         predicted_seconds: first prediction for a step of all members.
         seconds: measured seconds of the first way.
-        is_replanned: whether the prediction was off far enough to plan again.
         ways: all timed ways, the first way first.
     """
 
@@ -97,8 +93,6 @@ class StepPlanAutotuner(Generic[S]):
     """The ways of a group's or pair's planned steps; a single way runs at a time.
 
     Args:
-        planned: the steps, in the way predicted to be fastest.
-        make: makes the runner of a way.
         replan: takes `planned` and the measured seconds of a step; returns `planned` with a corrected prediction,
             followed by other ways that fit.
         tell: receives the measurement, once.
@@ -170,7 +164,6 @@ class StepPlanAutotuner(Generic[S]):
             runner.close()
 
     def _end(self, race: SpeedTournament[int]) -> None:
-        """Keep the fastest way, and release the others."""
         self._race, self._chosen = None, race.best
         # Report before closing: the report looks up every way by its position in the race.
         self._told(race.seconds, is_replanned=True)

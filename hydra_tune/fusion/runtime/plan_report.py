@@ -26,10 +26,6 @@ class PlannedSizeOption:
             groups with planned steps in turn.
         sizes: members of every group on the device at once.
         how: the planner's strategy, by name in the portfolio; "" where nothing is planned.
-        seconds: predicted seconds of a step of all groups; None without a plan.
-        peak_bytes: predicted peak memory; None without a plan.
-        is_chosen: whether the way is chosen.
-        why_not: why there is no plan; "" if there is a plan.
         enough_bytes: memory of a device with which there would be a plan; None if unknown, or if there is a plan.
         operator_seconds: profiled seconds of the operators of each group, with everything kept; () if not profiled.
     """
@@ -105,11 +101,7 @@ class PlannedSizeChoice:
         return max(self.chosen.sizes)
 
     def rests(self, num_trials: int) -> dict[int, "PlannedSizeChoice"]:
-        """Return the choices for the trials that are left over when jobs have been formed, by the number of trials.
-
-        Args:
-            num_trials: number of trials of this choice.
-        """
+        """Return the choices for the trials that are left over when jobs have been formed, by the number of trials."""
         choices: dict[int, PlannedSizeChoice] = {}
         for place in range(1, len(self.parts)):
             num_trials -= self.parts[place - 1].trials
@@ -118,12 +110,7 @@ class PlannedSizeChoice:
 
 
 def chosen_of(ways: Sequence[PlannedSizeOption], *parts: PlannedSizeOption) -> PlannedSizeChoice:
-    """Return a choice with some of the ways marked.
-
-    Args:
-        ways: the unplanned way first.
-        parts: as of `PlannedSizeChoice`; at least one.
-    """
+    """Return a choice with some of the ways marked."""
     chosen = {(part.name, part.sizes) for part in parts}
     return PlannedSizeChoice(
         ways=tuple(replace(way, is_chosen=(way.name, way.sizes) in chosen) for way in ways),

@@ -30,7 +30,6 @@ class DeviceStepRunner:
     stays on the device, so the next unit may run elsewhere.
 
     Args:
-        planned: the step.
         arguments: for every group's graph, returns the present arguments.
         draw: takes a group's side and a noise number; returns random numbers.
     """

@@ -39,14 +39,9 @@ class PlannedSizeChooser:
     """Compares planned groups with smaller unplanned groups, and caches the choice.
 
     Args:
-        plans: makes the groups' plans.
-        planner: plans the groups' steps.
         insists: whether a job takes as many trials as can be planned, as a group or as two groups in turn; otherwise as
             many as are fastest.
         num_devices: number of devices that share the steps, while tracing a step halts all of them.
-
-    Attributes:
-        insists: as given.
     """
 
     def __init__(self, plans: GroupPlanFactory, planner: StepPlanner, *, insists: bool, num_devices: int = 1) -> None:
@@ -57,14 +52,7 @@ class PlannedSizeChooser:
         self._looked: dict[Hashable, float] = {}  # seconds for tracing and profiling a group that fits
 
     def keeps(self, kind: Hashable, num_trials: int, room: int, *, clips: bool) -> bool:
-        """Return whether at least `num_trials` were compared before, and no more than fit unplanned turned out best.
-
-        Args:
-            kind: key of trials with equal steps.
-            num_trials: largest number of trials in a job.
-            room: number of trials that fit unplanned.
-            clips: whether the trials clip gradients by their global norm.
-        """
+        """Return whether at least `num_trials` were compared before, and no more than fit unplanned turned out best."""
         with self._lock:
             choices = self._known.get((kind, room, clips), {})
             return any(
@@ -80,13 +68,6 @@ class PlannedSizeChooser:
         least_gain: float = 1.0,
     ) -> PlannedSizeChoice | None:
         """Return how many of some trials form a job, and whether as a group or as two groups in turn.
-
-        Args:
-            kind: key of trials with equal steps.
-            members: the built trials; only read.
-            wanted: first batch of the first trial.
-            room: number of trials that fit unplanned.
-            least_gain: required speedup per trial of planned steps.
 
         Returns:
             The compared ways with the preferred way marked; None where no comparison was possible (the log gives the
@@ -138,10 +119,6 @@ class PlannedSizeChooser:
 
     def check_worth(self, own: PreparedPlan, num_steps: float) -> None:
         """Refuse trials whose steps would take too little time to find out whether planned steps are faster.
-
-        Args:
-            own: a trial's plan.
-            num_steps: remaining optimizer steps of all trials together, or an upper bound.
 
         Raises:
             UnfusableError: the trials are refused.
@@ -211,7 +188,6 @@ class PlannedSizeChooser:
 
 
 def _look_seconds(own: PreparedPlan) -> float:
-    """Guess the seconds for tracing and profiling a step."""
     return _LOOK_SECONDS + _OPERATOR_SECONDS * len(own.plan.operators)
 
 
@@ -221,10 +197,6 @@ def _too_few(work_seconds: float) -> str:
 
 def kept_way(planner: StepPlanner, stack: StackedStepSpec) -> PlannedSizeOption:
     """Return the way of a group that fits unplanned.
-
-    Args:
-        planner: plans for the devices.
-        stack: the group.
 
     Raises:
         UnfusableError: the step cannot be traced the way planned steps are.
@@ -265,11 +237,7 @@ def compared(
 class _PartPlans:
     """Plans of parts, as many as the budget allows.
 
-    Args:
-        planner, stack, kept, budget: as of `compared`.
-
     Attributes:
-        kept: as given.
         ways: `kept`, and all planned ways in the order of planning.
     """
 
@@ -286,12 +254,7 @@ class _PartPlans:
         self._seconds = {kept.trials: kept.seconds or 0.0}  # of the operators of groups that have been profiled
 
     def tried(self, part: Part, gain: float | None) -> PlannedSizeOption | None:
-        """Plan a part, and return the way; None if planning has taken long enough.
-
-        Args:
-            part: sizes of a group, or of two groups in turn.
-            gain: as of `PlanningBudget.allows`.
-        """
+        """Plan a part, and return the way; None if planning has taken long enough."""
         if self._budget is not None and not self._budget.allows(gain):
             return None
         with nullcontext() if self._budget is None else self._budget.spending():
@@ -381,7 +344,6 @@ def _halves(size: int) -> Part:
 
 
 def _tried(planner: StepPlanner, stacks: Sequence[StackedStepSpec]) -> PlannedSizeOption:
-    """Plan a group, or two groups in turn, and return the way."""
     way = PlannedSizeOption(
         name=WHOLE if len(stacks) == 1 else PAIR, sizes=tuple(spec.updates.count for spec in stacks)
     )
@@ -406,6 +368,5 @@ def _tried(planner: StepPlanner, stacks: Sequence[StackedStepSpec]) -> PlannedSi
 
 
 def _not_evaluated(num_trials: int, most: int) -> PlannedSizeOption:
-    """Return a refused way in which a group has too many members to evaluate."""
     why = f"a device has room for the state of {most} of them beside the evaluation of one"
     return PlannedSizeOption(name=WHOLE, sizes=(num_trials,), why_not=why)

@@ -31,7 +31,6 @@ class PlannedSizeSearch:
 
     Args:
         room: largest size that needs no plan.
-        most: largest size to try, and the first.
     """
 
     def __init__(self, room: int, most: int) -> None:
@@ -69,7 +68,6 @@ class PlanningBudget:
 
     Args:
         work_seconds: expected seconds of the remaining steps without planned steps, on each device.
-        look_seconds: seconds that tracing and profiling a group that fits have taken.
         insists: whether a size that has a plan is wanted at any price.
     """
 

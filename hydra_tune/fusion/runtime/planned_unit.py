@@ -1,9 +1,10 @@
 """Run a group's planned steps: rounds as in `fusion/group/multi_step_unit.py`, with steps that stay within a device's memory.
 
-`GroupTrial` (`fusion/group/group_trial.py`) asks `PlannedStepCache` before each step of a group with a planner;
-`GroupExecutor` (`fusion/group/group_executor.py`) makes a `PlannedRound` where the step is planned.
+`GroupTrial` (`fusion/group/group_trial.py`) asks `PlannedStepCache` before each unit of steps of a group with a
+planner; `GroupExecutor` (`fusion/group/group_executor.py`) makes a `PlannedRound` where the step is planned.
 
-Note: planned steps are bound to the group's state. `GroupTrial` calls `clear` before the state is replaced or released.
+Note: planned steps are bound to the group's state. `GroupTrial` calls `clear` before a new state is made, and at the
+end of the group.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -33,12 +34,7 @@ from hydra_tune.train.state.model_state import STEP_BEGUN, ModelState
 
 
 class GroupStepRunner(DeviceStepRunner):
-    """Runs a planned step repeatedly on the state of a group.
-
-    Args:
-        planned: the step.
-        state: the group's state as arguments of the step.
-    """
+    """Runs a planned step repeatedly on the state of a group."""
 
     def __init__(self, planned: PlannedStep, state: StepStateBinding) -> None:
         self._state = state
@@ -63,12 +59,7 @@ class GroupStepRunner(DeviceStepRunner):
 
 
 class PlannedRound(GroupRound):
-    """A round of planned steps.
-
-    Args:
-        rules, batches, leaves, settle, go_on: as of `GroupRound`.
-        ways: runs the steps.
-    """
+    """A round of planned steps."""
 
     def __init__(
         self,
@@ -121,9 +112,7 @@ class PlannedStepCache:
     """The planned steps of a group, by plan.
 
     Args:
-        planner: plans the steps.
         device: any device of the pool, for host memory.
-        tell: receives the measured time of steps, with their batches.
     """
 
     def __init__(
@@ -150,14 +139,7 @@ class PlannedStepCache:
     ) -> StepPlanAutotuner[GroupStepRunner] | None:
         """Return the planned steps of a plan; None for an evaluation, and where the plain step fits the device.
 
-        Args:
-            prepared: the group's plan.
-            state: the group's state.
-            inputs: the stacked batch; only the geometry counts.
-            gradients: the group's gradient rules.
-            like: a member's batches, named with the measurement.
-            present: plans that the group may run again; steps of other plans are dropped.
-            is_one_loss: whether all members have the same loss.
+        Where steps are planned anew, steps of plans that are not `present` in the group any more are dropped.
 
         Raises:
             OutOfMemoryError: the step does not fit, planned or unplanned.
@@ -189,12 +171,6 @@ class PlannedStepCache:
         is_clipped: bool,
     ) -> None:
         """Plan a step for another number of members, if the step needs a plan; any thread may call.
-
-        Args:
-            prepared: the plan for the number of members.
-            built: modules and optimizers of the members.
-            inputs: a member's batch.
-            is_clipped: whether any member clips gradients.
 
         Raises:
             UnfusableError, BudgetError: as of `StepPlanner.planned`.

@@ -23,7 +23,6 @@ class ProfilingDevice:
     """A device to profile on.
 
     Attributes:
-        place: the torch device of the profiled tensors.
         rounding: bytes to which the device's allocator rounds, for plans that must fit real memory; 1: plans need not.
         borrowed: context manager entered around profiling, because the device otherwise belongs to the pool.
         bandwidth: bytes per second of a simulated link, over which swapped tensors are copied; None: no such link.

@@ -1,7 +1,7 @@
 """`StepStateBinding`: bind a group's state to the arguments of a planned step, and record the step's effects afterwards.
 
-`GroupStepRunner` (`planned_unit.py`) and `PairRound` (`paired_unit.py`) call `begin` before each forward, and enter
-`updating` around each backward.
+`GroupStepRunner` (`planned_unit.py`) and the units of pairs (`paired_unit.py`) call `begin` before each forward, and
+enter `updating` around each backward.
 
 Note: masks. A planned step updates all members, each parameter as soon as no later operator needs the old value.
 Members that take no step (resting, or without a finite loss) have their parameters and moments saved to the host before
@@ -40,11 +40,7 @@ class StepStateBinding:
     """A group's state for a planned step graph.
 
     Args:
-        graph: the step's graph.
-        state: the group's state.
-        stack: the stack that the step was planned for.
         device: any device of the pool, for host memory.
-        gradients: the group's gradient rules.
 
     Attributes:
         given: arguments of the step under way; empty between steps.
@@ -183,12 +179,6 @@ def stack_now(
     prepared: PreparedPlan, state: ModelState, inputs: Sequence[Tensor], gradients: GroupGradients
 ) -> StackedStepSpec:
     """Return the stack that a group computes on now.
-
-    Args:
-        prepared: the group's plan.
-        state: the group's state.
-        inputs: the stacked batch; only the geometry counts.
-        gradients: the group's gradient rules.
 
     Raises:
         UnfusableError: no steps are planned for such groups; the message gives the reason.

@@ -3,10 +3,9 @@
 The module knows groups' plans and the geometry of tensors, and must not know running groups. `GroupJobLauncher`
 (`pool/fusion/group_jobs.py`) makes a pool's planner, and a dry run (`pool/dry_run/fusion_report.py`) makes another.
 `PlannedSizeChooser` (`planned_group_size.py`) asks for plans before a group is formed; `PlannedStepCache`
-(`planned_unit.py`) asks before the first step of a kind, and runs the planned step; `PairTrial` (`pair_trial.py`) asks for
-the merged steps of two groups. `StepPlanAutotuner` (`plan_autotuner.py`) has `replanned` correct a plan, and the matcher
-(`pool/fusion/group_matcher.py`) calls `check_planned`. More fused CNNs, for example, then train together than fit a plain
-step.
+(`planned_unit.py`) asks before the first step of a kind; `PairTrial` (`pair_trial.py`) asks for the merged steps of two
+groups. `StepPlanAutotuner` (`plan_autotuner.py`) has `replanned` correct a plan, and the matcher
+(`pool/fusion/group_matcher.py`) calls `check_planned`.
 
 Note: locks. One plan is made at a time (`_making`), because concurrent profiles would disturb each other. Tracing holds
 the capture gate alone. Profiling borrows a device and then shares the gate, and laying out a step borrows a device,
@@ -56,12 +55,7 @@ class StackedStepSpec:
     """Tensors that a group computes on; only the geometry counts.
 
     Attributes:
-        prepared: the group's plan.
-        state: stacked parameters and buffers, by name.
-        inputs: the stacked batch.
         groups: parameter group number of every trained parameter, by name.
-        updates: traces the update of the members' optimizers.
-        is_clipped: whether any member clips gradients by their global norm.
     """
 
     prepared: PreparedPlan
@@ -84,8 +78,6 @@ class PlannedStep:
     """A planned step of a group, or of two groups that take turns, within a device's memory.
 
     Attributes:
-        graphs: the step graph of every group.
-        part: how the step runs.
         limit_bytes: memory limit of the plan, as of `Planner`.
     """
 
@@ -144,7 +136,6 @@ class StepPlanner:
         self.budget_bytes = budget_bytes
         self._alignment = alignment
         self._stands = stands
-        self._lock = threading.Lock()
         self._making = threading.Lock()  # a single plan at a time, because concurrent profiles would disturb each other
         self._graphs: WeakKeyDictionary[PreparedPlan, dict[Hashable, StepGraph]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[PreparedPlan, dict[Hashable, PlannedStep | Exception]] = WeakKeyDictionary()
@@ -227,10 +218,6 @@ class StepPlanner:
 
     def replanned(self, step: PlannedStep, seconds: float) -> list[PlannedStep]:
         """Plan a step again, corrected by its measured time.
-
-        Args:
-            step: the step as first planned.
-            seconds: measured seconds of a step of all members.
 
         Returns:
             The step with a corrected prediction, followed by all different ways to run the step that fit.
@@ -340,11 +327,7 @@ class StepPlanner:
 
 
 def clock_of(device: torch.device) -> ProfilingClock:
-    """Return the clock of a device; on the CPU the thread's CPU time, which excludes time taken by other threads.
-
-    Args:
-        device: the device of the profile.
-    """
+    """Return the clock of a device; on the CPU the thread's CPU time, which excludes time taken by other threads."""
     return CudaClock(device) if device.type == "cuda" else CpuClock(time.thread_time)
 
 
@@ -356,12 +339,6 @@ def stack_of(
     is_clipped: bool,
 ) -> StackedStepSpec:
     """Return the stack that a group of trials would compute on.
-
-    Args:
-        prepared: the group's plan.
-        built: modules and optimizers of the members; only read.
-        inputs: a member's batch.
-        is_clipped: whether any member clips gradients.
 
     Raises:
         UnfusableError: the optimizers have no form for all members at once.
@@ -381,10 +358,6 @@ def stack_of(
 def check_planned(task: TrainTask, prepared: PreparedPlan) -> None:
     """Refuse a task whose kind no planned group supports.
 
-    Args:
-        task: a task of the kind.
-        prepared: the task's plan.
-
     Raises:
         UnfusableError: the task is refused; the message gives the reason.
     """
@@ -396,9 +369,6 @@ def check_values(prepared: PreparedPlan) -> None:
     """Refuse a plan that is valid only for some batches.
 
     A planned unit makes several steps at once, and no check of the batches runs between the steps.
-
-    Args:
-        prepared: the plan.
 
     Raises:
         UnfusableError: the plan depends on values of the batch.
@@ -415,28 +385,18 @@ def _member(step: PlannedStep) -> PortfolioPlan:
 
 
 def updated(graph: StepGraph) -> frozenset[str]:
-    """Return the parameters and buffers that a step overwrites after its losses; in a planned step, the trained parameters.
-
-    Args:
-        graph: the step's graph.
-    """
+    """Return the parameters and buffers that a step overwrites after its losses; in a planned step, the trained parameters."""
     names = {argument: name for name, argument in graph.state.items()}
     written_storages = {storage for node in graph.ops[graph.num_forward :] for storage in graph.seen.writes[node.name]}
     return frozenset(names[storage] for storage in written_storages if storage in names)
 
 
 def groups_of(module: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """Return the parameter group number of every parameter of an optimizer, in the module's order.
-
-    Args:
-        module: owner of the parameters.
-        optimizer: optimizer of the parameters.
-    """
+    """Return the parameter group number of every parameter of an optimizer, in the module's order."""
     numbers = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     return {name: numbers[id(tensor)] for name, tensor in named_state(module) if id(tensor) in numbers}
 
 
 def _stacked(tensor: Tensor, size: int) -> Tensor:
-    """Return an uninitialized tensor with the geometry of a stacked tensor."""
     stacked_tensor = torch.empty((size, *tensor.shape), dtype=tensor.dtype, device="cpu")
     return stacked_tensor.requires_grad_(tensor.requires_grad)

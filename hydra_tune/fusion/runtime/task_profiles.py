@@ -33,10 +33,6 @@ from hydra_tune.task import Precision, TrainTask
 def check_plannable(task: TrainTask, prepared: PreparedPlan) -> None:
     """Refuse a task whose steps cannot be planned.
 
-    Args:
-        task: of the trial.
-        prepared: plan of the trial.
-
     Raises:
         UnfusableError: with the reason, and the alternative.
     """
@@ -78,13 +74,8 @@ class TaskProfileCache:
     """Sub-arrays of a task's kind, by size, each traced and profiled on first use.
 
     Args:
-        task: of any trial of the kind.
         built: the trial's module and optimizer; only read.
-        prepared: the trial's plan.
         leaves: the trial's first batch; only the geometry is read.
-        library: source of the plan.
-        profiles: measures graphs.
-        device: where the graphs would run.
 
     Raises:
         UnfusableError: the task cannot be planned; with the reason.

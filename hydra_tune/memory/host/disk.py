@@ -45,9 +45,6 @@ class SpillDisk:
         folder: folder of the files; closed with the disk.
 
     Attributes:
-        bytes_read, bytes_written: bytes of blocks read and written so far.
-        seconds: seconds spent reading and writing.
-        is_direct: whether O_DIRECT is used.
         log: receives every read and write of a file; None: not logged.
     """
 

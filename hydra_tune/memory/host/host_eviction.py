@@ -17,10 +17,7 @@ class HostTierEntry:
     """Knowledge of the host tier about a block.
 
     Attributes:
-        uses: recent uses of the block.
-        on_host: whether the copy is on the ledger.
         is_stored: whether the file has the bytes of the host copy, or had the bytes when the copy was given up.
-        is_refused: whether the disk has refused the copy.
         holds: number of callers that hold the copy on the host.
     """
 

@@ -7,21 +7,19 @@ tier reads a block back before a load to a device, or when code on the host need
 
 `ExecutorSettings` (`pool/runtime/settings.py`) makes the tier when a pool with a `spill_dir` starts. Every `Pager`
 (`memory/pager.py`) asks the tier for host memory before writing a block back, and `pool/devices/host_admission.py`
-admits each trial before its first unit.
-
-Example: ten trials of 4 GiB each share a host of 24 GiB. The tier keeps the copies needed soonest in memory, and the
-rest lives in `spill_dir`.
+admits each trial before its first unit. `HostMemoryQuota` (`train/state/host_quota.py`) reserves what a trial keeps
+there.
 
 Note: work ahead. As each unit begins, the disk's thread is asked to read blocks needed within the next few units. The
 thread also keeps room for a copy coming from a device, so that units seldom wait for a write. The thread does a single
-such step at a time, so that a request of a waiting unit comes next, and never gives up a copy needed soon for work
-ahead.
+such step at a time, so that a request of a waiting unit comes next, and for work ahead gives up no copy needed soon,
+unless a device has the bytes.
 
 Note: waiting. Every wait for room happens in `take`. Every such wait ends, because nothing that `take` waits for ever
 waits for `take`:
 
-* No thread holds bytes of this ledger while waiting for more. The bytes of a copy are taken all at once, and the copy
-  can be given up again as soon as the lock of its block is free.
+* No thread holds bytes of an unfinished copy while waiting for more. The bytes of a copy are taken all at once, and the
+  copy can be given up again as soon as the lock of its block is free.
 * A caller may hold the lock of a single block (or the locks of a copy and its original) in `take`, and then takes bytes
   for the same block, which has no bytes on the ledger yet. `take` only tries the locks of other blocks. A lock found
   taken is therefore held for a copy or a transfer in no need of room, or by another `take` under a block without bytes
@@ -33,9 +31,9 @@ waits for `take`:
   the bytes as well. A block on the way therefore never keeps another block from room. Room for a background write-back
   is only offered (`offer`), at once or not at all.
 * The tier cannot give up bytes reserved by trials (`admit`) and blocks wanted whole. Each trial declares its largest
-  reservation and its largest block before the first block exists, and is admitted only if the largest of all blocks
-  fits beside all reservations. A trial not yet admitted may have to wait for reservations of other trials; such a trial
-  holds no lock and is told when it is stopped.
+  reservation and its largest block before a block of that size exists, and is admitted only if the largest of all
+  blocks fits beside all reservations. A trial not yet admitted may have to wait for reservations of other trials; such
+  a trial holds no lock and is told when it is stopped.
 * A trial wanted whole may overdraw the ledger. Meanwhile every other trial overdraws as well instead of waiting,
   because the trial wanted whole may wait for a block held by another trial.
 * A copy refused by the disk stays, and another copy goes. If no copy can go any more, the trial with most of the
@@ -80,9 +78,7 @@ class _VictimSearchResult:
     """Result of a search for a copy to give up.
 
     Attributes:
-        has_given: whether a copy was given up.
         is_busy: whether other copies are being moved at the moment, so that room or another choice may appear soon.
-        failed: blocks refused by the disk, each with the error.
     """
 
     has_given: bool = False
@@ -103,7 +99,6 @@ class HostTier:
     """Keeps host copies within a budget, and files beyond the budget.
 
     Args:
-        budget_bytes: budget for host copies.
         disk: disk for the other copies; closed with the tier.
         device: any device of the pool, for allocating host memory.
     """
@@ -353,7 +348,6 @@ class HostTier:
             self._ask_ahead()
 
     def _ask_ahead(self) -> None:
-        """Queue a step of work ahead on the disk's thread, unless a step is already queued."""
         with self._lock:
             asks, self._is_looking_ahead = not self._is_looking_ahead, True
         if asks:
@@ -505,7 +499,6 @@ class HostTier:
 
 
 def _files_of(shares: Iterable[_TrialHostMinimum]) -> dict[SharedFile, int]:
-    """Return the files of several trials, each once, and their bytes."""
     return {file: nbytes for share in shares for file, nbytes in share.shared.items()}
 
 

@@ -75,11 +75,7 @@ def check_spill_dir(path: object) -> Path:
 class SpillFolder:
     """A private folder of this process in `spill_dir`; folders left by crashed processes are removed first.
 
-    Args:
-        spill_dir: as returned by `check_spill_dir`.
-
     Attributes:
-        path: path of the new folder.
         descriptor: open descriptor of the folder; files are opened relative to the descriptor, so that a folder moved
             to the path is not followed.
 
@@ -167,7 +163,6 @@ def _remove_if_stale(folder: Path) -> None:
 
 
 def _empty(folder: int) -> None:
-    """Remove the files with names given by this module, the lock last."""
     names = [name for name in os.listdir(folder) if _FILE.fullmatch(name)]
     for name in (*names, LOCK):
         with contextlib.suppress(FileNotFoundError):

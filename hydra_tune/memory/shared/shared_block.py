@@ -32,7 +32,6 @@ class SharedBlockCopy(Block):
     """A shared tensor on a device.
 
     Attributes:
-        users: handles that lead to the copy.
         lies_in_place: whether the device computes with the bytes of the file itself, so that a load only counts them.
     """
 
@@ -49,13 +48,7 @@ class SharedBlockHandle(Block):
     """A trial's share of a shared tensor; holds no bytes itself.
 
     Args:
-        source: the tensor.
-        owner: number of the trial.
-        alignment: alignment of the devices.
         may_lie_in_place: whether a device that computes on host tensors may use the bytes of the file itself.
-
-    Attributes:
-        source: as given.
     """
 
     __slots__ = ("_copies", "_may_lie_in_place", "source")

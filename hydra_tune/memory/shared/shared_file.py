@@ -8,9 +8,6 @@ own (copy on write), so no user ever sees another user's write, whichever way th
 counts each file once. The module knows no models and no devices.
 
 Note: the file itself. Only the constructor writes to the file's own pages; every later mapping must be private.
-
-Example: eight trials map a base of 16 GiB. The host holds 16 GiB, and a trial that overwrites a layer of 200 MiB adds
-200 MiB.
 """
 
 import contextlib
@@ -50,8 +47,6 @@ class SharedTensor:
     """A tensor of a file.
 
     Attributes:
-        file: the file.
-        name: name of the tensor in its model.
         slot: shape, strides and dtype, at offset 0.
         flat: the bytes, uint8, on the host; never written.
     """
@@ -78,8 +73,6 @@ class SharedFile:
 
     Attributes:
         name: differs between the files of a process.
-        tensors: the shared tensors by name.
-        nbytes: host memory of the file, in bytes.
 
     Raises:
         HydraTuneError: the host has no room for the file.
@@ -177,7 +170,6 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def _is_written(tensor: Tensor, source: SharedTensor) -> bool:
-    """Whether the user of a mapping has written to a tensor."""
     has_own_pages = _has_own_pages(tensor.data_ptr(), source.flat.numel())
     return not torch.equal(whole_storage(tensor.detach()), source.flat) if has_own_pages is None else has_own_pages
 

@@ -31,7 +31,6 @@ class EventLogFormatter:
     part of a line that repeats at every step, all but the times, is cached.
 
     Attributes:
-        start_ns: the start.
         workers: devices by the id of their worker's thread.
     """
 
@@ -196,7 +195,6 @@ class EventLogFormatter:
         return f'"start_ns":{start_ns - self.start_ns},"end_ns":{end_ns - self.start_ns}'
 
     def _quote(self, text: str | None) -> str:
-        """Quote a text as JSON, with a cache: the few texts repeat all the time."""
         if text is None:
             return "null"
         quoted = self._quoted.get(text)

@@ -107,9 +107,6 @@ class RunLog:
     """A log, as far as written. Times are nanoseconds since the first job was submitted.
 
     Args:
-        started_at: time of the first submission, as ISO 8601.
-        version: of hydra-tune.
-        policy, admission, max_concurrent: the pool's.
         budgets: bytes of each device, by name.
         units, copies, waits, disk, host_updates, saved, jobs: events in the order of the file, roughly by their ends.
         lost: events that the log had no room for.
@@ -118,7 +115,6 @@ class RunLog:
         end_ns: end of the log; None for a log never closed: the run still goes on, was killed, or could not write any
             more.
         is_cut: whether the last line is incomplete.
-        cpu_seconds: CPU time of writing the log; 0 where not known.
     """
 
     started_at: str

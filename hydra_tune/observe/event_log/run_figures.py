@@ -29,17 +29,13 @@ class DeviceFigures:
     """Figures of one device; equal to those of `pool.stats()` where both exist, except for `units`.
 
     Args:
-        name: name of the device.
-        budget_bytes: memory that the pool may use on the device.
         units: shard units run; a burst counts once, and `RunFigures.units_run` counts its steps.
         busy_seconds: time spent in units, with waits.
         computing_seconds: time spent in units, without waits (see the note).
         utilisation: share of the makespan spent computing.
-        copying_seconds: sum of the times of all copies to and from the device.
         under_compute_seconds: part of `copying_seconds` under compute of the device.
         overlap: share of the copying under compute; 0 without copies.
         waiting_seconds: time that units waited for copies.
-        host_update_seconds: time of updates on the host beside the device.
         host_update_overlap: share of the updates' time under compute of the device; 0 without updates.
         bytes_in_by_kind, bytes_out_by_kind, bytes_across_by_kind: loaded from the host; spilled to the host; taken over
             from other devices.
@@ -71,14 +67,11 @@ class RunFigures:
 
     Args:
         started_at: time of the first submission, as ISO 8601.
-        policy: the deciding policy.
         makespan_seconds: from the first submission to the end of the last unit.
-        utilisation: of all devices together.
         overlap: share of all copying under compute.
         units_run: shard units, and steps of bursts.
         units_saved: units that pruned and cancelled trials did not run.
         trials: number of jobs by end, with fusion of carriers; "unknown" where the log has no end of the job.
-        devices: figures of each.
         disk_read_bytes, disk_written_bytes, disk_seconds: of `spill_dir`.
         fusion: choices of `fusion="auto"`, in the log's order and form: the asking job, the number of waiting `trials`,
             how many are fused (`size`, 1 for none), `why`, and the timings.
@@ -115,11 +108,7 @@ class RunFigures:
 
 
 def run_figures(log: RunLog) -> RunFigures:
-    """Compute the figures of a run.
-
-    Args:
-        log: of the run, with at least one unit.
-    """
+    """Compute the figures of a run."""
     # The log's times begin at the first submission, as the makespan does.
     makespan_ns = max(unit.end_ns for unit in log.units)
     devices = tuple(_device(log, name, makespan_ns) for name in log.budgets)
@@ -207,7 +196,6 @@ def _share(part: float, whole: float) -> float:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Merge spans into ordered spans, none of which touch."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -219,7 +207,6 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def _without(spans: Iterable[Span], taken: Iterable[Span]) -> list[Span]:
-    """Subtract spans from spans."""
     remaining: list[Span] = []
     holes = _joined(taken)
     first = 0

@@ -33,8 +33,6 @@ class RunState:
     """A run, as far as its log says.
 
     Args:
-        path: of the log.
-        started_at: time of the first submission.
         is_alive: whether the process of the run still writes the log.
         is_ended: whether the log was closed in order.
         sweep: facts that `hydra-tune sweep` has noted about its study; empty for other programs.
@@ -53,9 +51,6 @@ class RunState:
 
 def read_run_state(path: Path) -> RunState | None:
     """Read the state of a run.
-
-    Args:
-        path: of a file that may be a log.
 
     Returns:
         The state; None for a file that is no event log.

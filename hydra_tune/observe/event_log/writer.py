@@ -60,10 +60,6 @@ _LOGGER = logging.getLogger(__name__)
 def check_log_path(path: object, *, what: str = "event_log") -> Path:
     """Check the path of a log file and make the path absolute; missing folders will be made.
 
-    Args:
-        path: the user's value.
-        what: the name of the option, for the message.
-
     Raises:
         ConfigError: not a path, a folder, or a place not writable by this user.
     """
@@ -92,17 +88,13 @@ class EventLog:
     """The log of one pool. The first event of a job creates the file, replacing a file of the same name.
 
     Args:
-        path: of the file, as returned by `check_log_path`.
-        devices: name and budget in bytes of each.
-        facts: more for the first line: plain values by name.
-        limit_bytes: the size at which units and copies are dropped; None: no limit.
+        limit_bytes: units and copies are dropped from nine tenths of this size on; None: no limit.
         most_bytes: the file ends, with a warning, before it is larger.
         most_records: largest number of records waiting to be written.
 
     Attributes:
         lost: records dropped for lack of room in the buffer.
         dropped: records beyond the limit, by kind.
-        written_bytes: of the file.
     """
 
     def __init__(
@@ -285,7 +277,6 @@ class EventLog:
             self._give_up(error)
 
     def _write_all(self, descriptor: int) -> None:
-        """Write the log, from the first line to the last."""
         self._write(descriptor, [self._lines.header(self._devices, self._facts)])
         while not self._is_closing:
             self._awake.wait(_PERIOD_SECONDS)
@@ -298,7 +289,6 @@ class EventLog:
         self._say_size()
 
     def _drain(self, descriptor: int) -> None:
-        """Write all records of this moment."""
         buffer = self._buffer
         # Only this thread removes records, so this many are there, however many are appended meanwhile.
         for count in _pieces(len(buffer)):

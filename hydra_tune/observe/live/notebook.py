@@ -29,7 +29,8 @@ class NotebookView(AbstractContextManager["NotebookView"]):
     """Shows a sweep below the cell until the `with` block exits; the last state stays.
 
     Args:
-        snapshot: returns the sweep's present state; called from another thread, about once a second.
+        snapshot: returns the sweep's present state; called about once a second on another thread, and as the block
+            begins and ends on its own.
     """
 
     def __init__(self, snapshot: Callable[[], SweepView]) -> None:

@@ -17,11 +17,7 @@ _REPAINT = 10  # every this many pictures all lines are sent: programs may write
 
 
 class AlternateScreen:
-    """The second screen of a terminal. Thread-safe.
-
-    Args:
-        console: the terminal.
-    """
+    """The second screen of a terminal. Thread-safe."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

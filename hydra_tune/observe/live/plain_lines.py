@@ -46,10 +46,6 @@ class RateLimit:
 
     Held-back lines are counted, and the count is written before the next passing line, or by `flush`. After a line that
     cannot be written, a warning says so, and no more are tried.
-
-    Args:
-        write: writes a line; may raise an `OSError`.
-        clock: returns seconds, from any origin.
     """
 
     def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:

@@ -21,9 +21,6 @@ class CapturedOutputStream(io.TextIOBase):
     """A text file that keeps its last 1000 lines, and shows new lines among the recent lines. Any thread may write.
 
     After `replay`, the file passes its text on: a log handler made meanwhile keeps the file as its stream.
-
-    Args:
-        recent: receives each whole line.
     """
 
     def __init__(self, recent: deque[str]) -> None:
@@ -76,11 +73,7 @@ def _last_state(line: str) -> str:
 
 @contextmanager
 def kept(recent: deque[str]) -> Iterator[None]:
-    """Within the block, capture output printed or logged to the terminal; afterwards the output goes to standard error.
-
-    Args:
-        recent: receives each line meanwhile.
-    """
+    """Within the block, capture output printed or logged to the terminal; afterwards the output goes to standard error."""
     printed, stdout, stderr = CapturedOutputStream(recent), sys.stdout, sys.stderr
     try:
         with redirect_stdout(printed), redirect_stderr(printed), _logged_to(printed, (stdout, stderr)):

@@ -27,9 +27,7 @@ class ScreenColumn(NamedTuple):
     """A column.
 
     Args:
-        title: head of the column.
         width: in columns of the screen; the last column of a line gets the rest.
-        is_right: whether text is right-aligned.
     """
 
     title: str

@@ -27,15 +27,7 @@ _ASCII = str.maketrans("▁▂▃▄▅▆▇█━─×↑↓…", "__..--==#-x
 def sweep_lines(
     view: SweepView, recent: Iterable[str], width: int, height: int, *, is_ascii: bool = False
 ) -> list[Line]:
-    """Format a sweep within a given number of lines and columns.
-
-    Args:
-        view: the sweep.
-        recent: lines to fill the rest of the screen; the last lines are shown.
-        width: available columns.
-        height: available lines.
-        is_ascii: whether only ASCII characters can be shown.
-    """
+    """Format a sweep within a given number of lines and columns."""
     lines = _header(view, width)
     lines += _devices(view.devices, width, height - len(lines) - _LEAST_TRIALS)
     active = sorted(
@@ -203,5 +195,4 @@ def _tail(recent: Sequence[str], width: int, room: int) -> list[Line]:
 # The same recent lines are drawn picture after picture.
 @functools.lru_cache(maxsize=256)
 def _plain(line: str) -> str:
-    """Remove a program's colours from a line."""
     return Text.from_ansi(line).plain

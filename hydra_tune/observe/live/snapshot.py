@@ -27,24 +27,17 @@ class TrialView:
         number: the tuner's number, from 0.
         state: a job's state; `cancelled` for a trial stopped by a signal, `interrupted` for a trial left to a later
             run.
-        params: drawn parameters.
         value: the metric as last reported; None before the first report.
         epoch: present or last epoch, from 1; 0 before the first; None where not known.
-        epochs: epochs planned.
-        step: optimizer steps done.
         num_steps: optimizer steps planned; None where the data has no length.
         remaining_seconds: time left, as the pool estimates.
-        num_shards: number of the model's shards; 0 where not known.
         one_shard_bytes: device memory in bytes that the trial would take in a single shard; 0 where not known.
         optimizer_placement: place of the updates, "device" or "host"; None where not known.
         group_size: size of the trial's fused group; 1: not fused, or not known.
-        units_run: shard units run.
         units_saved: shard units never run, because the trial was pruned or cancelled; 0 where not known.
         error: the error of a failed trial, on one line.
         earlier: whether the trial ended before this run, in a study that is continued.
         name: display name; None: derived from the number.
-        values: the metric of the last reports, oldest first.
-        compute_seconds: compute time of the trial's units.
         metrics: all metrics as last reported; empty where not known.
         is_feasible: whether the trial violates no constraints; a trial that does is not the best.
     """
@@ -88,16 +81,8 @@ class DeviceView:
     """One device.
 
     Args:
-        name: such as `cpu:0`.
         busy_share: share of the time in which a unit ran, from 0 to 1: recent in a live view, overall in a summary.
-        resident_bytes: bytes on the device now.
         peak_bytes: most bytes on the device at any time.
-        budget_bytes: limit of bytes on the device.
-        bytes_in_by_kind: bytes loaded from the host.
-        bytes_out_by_kind: bytes spilled to the host.
-        bytes_across_by_kind: bytes taken over from another device.
-        units: shard units run.
-        loads_under_way: blocks being loaded in the background.
         bytes_in_per_second, bytes_out_per_second: recent in a live view, overall in a summary; "in" includes other
             devices, "out" only goes to the host.
     """
@@ -121,21 +106,10 @@ class SweepView:
     """A whole sweep.
 
     Args:
-        name: for people.
         metric: the name of the optimized metric.
-        goal: the direction.
-        status: state of the sweep.
-        trials: all trials, by number.
-        devices: all devices, by name.
         num_planned: trials planned for the study; None: no limit.
-        elapsed_seconds: since the sweep started.
-        units_run: shard units run.
         units_saved: shard units never run, because their trial was pruned or cancelled.
         scheduler_seconds: CPU time spent on scheduling decisions.
-        study: the study's name in its storage; None before the study is open.
-        error: reason for an early end of the sweep.
-        warnings: warnings about the sweep itself.
-        event_log: the file for `hydra-tune trace`; None: no log.
         event_log_bytes: size of the file; None where not known.
         event_log_dropped: records left out of the file because of its limit, by kind.
         weights: files of the kept weights, by trial, the best first.

@@ -50,12 +50,7 @@ def trial_line(trial: TrialView, metric: str) -> str:
 
 
 def print_summary(console: Console, view: SweepView) -> None:
-    """Print the best trials, the errors of failed trials, the devices and the totals.
-
-    Args:
-        console: output console.
-        view: the finished sweep.
-    """
+    """Print the best trials, the errors of failed trials, the devices and the totals."""
     ranked = view.ranked
     console.print()
     if ranked:
@@ -89,7 +84,6 @@ def print_summary(console: Console, view: SweepView) -> None:
 
 
 def _unfinished(view: SweepView) -> str:
-    """Describe the best report of a trial that was under way."""
     best = view.best_unfinished
     if best is None or best.value is None:
         return ""
@@ -99,7 +93,6 @@ def _unfinished(view: SweepView) -> str:
 
 
 def _print_unfinished(console: Console, view: SweepView) -> None:
-    """Print how far the trials were that an interrupted sweep was running."""
     trials = view.unfinished if view.status == "interrupted" else ()
     if not trials:
         return
@@ -193,20 +186,17 @@ def _totals(view: SweepView) -> list[str]:
 
 
 def _size(view: SweepView) -> str:
-    """Describe the size of the event log and its omissions."""
     size = "" if view.event_log_bytes is None else f", {format_bytes(view.event_log_bytes)}"
     dropped = f" (event_log_limit: {in_words(view.event_log_dropped)})" if view.event_log_dropped else ""
     return size + dropped
 
 
 def _fused(view: SweepView) -> list[str]:
-    """Describe how many trials were fused, if any."""
     sizes = [trial.group_size for trial in view.trials if trial.group_size > 1]
     return [f"computed together: {len(sizes)} trials, up to {max(sizes)} at a time"] if sizes else []
 
 
 def _memory(view: SweepView) -> list[str]:
-    """Describe the memory of the largest trial in a plain loop, where the smallest device has less."""
     largest = max(view.trials, key=lambda trial: trial.one_shard_bytes, default=None)
     device_bytes = min((device.budget_bytes for device in view.devices), default=0)
     if largest is None or not device_bytes or largest.one_shard_bytes <= device_bytes:
@@ -216,7 +206,6 @@ def _memory(view: SweepView) -> list[str]:
 
 
 def _bound(view: SweepView) -> str:
-    """Describe the least time of any schedule of the same units on these devices."""
     if not view.bound_seconds or view.elapsed_seconds < view.SHORT_SECONDS:
         return ""
     return f", of which {format_seconds(view.bound_seconds)} is the least that its units take on these devices"

@@ -1,10 +1,9 @@
 """The live view of a sweep on a terminal.
 
 The view draws on the terminal's second screen: after a resize the next picture fills the whole screen, and leaving the
-screen restores the earlier content. The view calls a function for a plain `SweepView` on a thread of its own, and must
-know nothing of the data's origin. Nothing may be drawn after the screen is restored. `SweepOutput`
-(`cli/display/output.py`) opens the view for a command's sweep, and `pool/views/live.py` for the block of
-`HydraExecutor.live`.
+screen restores the earlier content. The view calls a function for a plain `SweepView`, and must know nothing of the
+data's origin. Nothing may be drawn after the screen is restored. `SweepOutput` (`cli/display/output.py`) opens the view
+for a command's sweep, and `pool/views/live.py` for the block of `HydraExecutor.live`.
 """
 
 from collections import deque
@@ -27,8 +26,8 @@ class LiveView(AbstractContextManager["LiveView"]):
     A view that can no longer draw, for example after the terminal has gone, ends; the block continues.
 
     Args:
-        console: the terminal.
-        snapshot: returns the sweep's present state; called from another thread, about twice a second.
+        snapshot: returns the sweep's present state; called first on the thread of the block, then about twice a second
+            on another thread.
         recent: the last lines of the log, newest last; only read.
     """
 

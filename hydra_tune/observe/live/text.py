@@ -22,7 +22,7 @@ def params(values: Mapping[str, Any]) -> str:
 
 
 def param(value: object) -> str:
-    """Format one parameter: real numbers with four significant digits, all other values unchanged."""
+    """Format one parameter: floats with four significant digits, other values as `str` does."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -16,14 +16,9 @@ _MOST_ROWS = 1000  # rows of one process, so that thread numbers never meet
 
 
 def bar(title: str, row: tuple[int, int], start_ns: int, end_ns: int, what: dict[str, Any]) -> dict[str, Any]:
-    """Make a bar, an event with a duration.
+    """Make a bar, an event with a duration, in a row: a process, and a thread counted from 1 in the process.
 
-    Args:
-        title: text on the bar.
-        row: process and thread of the bar; threads count from 1 in each process.
-        start_ns: start of the bar.
-        end_ns: end of the bar.
-        what: details of the selected bar; its "kind" is the category.
+    `what` has the details of the selected bar; its "kind" is the category.
     """
     times = {"ts": start_ns / _MICRO, "dur": (end_ns - start_ns) / _MICRO}
     place = {"pid": row[0], "tid": _thread(*row)}

@@ -6,6 +6,7 @@ module knows neither logs nor simulations: callers make the bars.
 calls `import_matplotlib` before the simulation (`cli/commands/simulate.py`).
 """
 
+import colorsys
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ _PALETTE = (
     *("#4477aa", "#ee8866", "#44aa77", "#aa3377", "#ddaa33", "#66ccee"),
     *("#774411", "#bb5566", "#332288", "#888888", "#99cc55", "#222222"),
 )
+_GOLDEN = (math.sqrt(5) - 1) / 2
 _MANY_BARS = 3000  # above this number the edges of bars would hide the bars
 _PIXELS = 4000  # in a picture of many bars, gaps narrower than one in so many parts of the picture are not shown
 _LABELS = 60  # bars narrower than one in so many parts of the picture have no label
@@ -41,8 +43,6 @@ class GanttLane:
 
     Args:
         top: of the lane's bars, from -0.5 to 0.5 within the row.
-        height: of the lane's bars.
-        alpha: opacity of the lane's bars.
         label: beside the lane; None: no label.
     """
 
@@ -57,12 +57,9 @@ class GanttChart:
     """A picture to draw.
 
     Args:
-        title: above the picture.
         rows: names, the first at the top.
         lanes: parts of each row, by name; drawn in this order.
-        bars: all bars.
         span: visible range, in seconds.
-        row_inches: height of a row.
         names_jobs: whether a legend names the jobs' colours.
     """
 
@@ -76,7 +73,7 @@ class GanttChart:
 
 
 def draw(chart: GanttChart, path: Path) -> None:
-    """Draw bars as a PNG: a row for each name in `rows`, a colour for each job (colours repeat after twelve jobs).
+    """Draw bars as a PNG: a row for each name in `rows`, a colour for each job.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -131,7 +128,7 @@ def _draw_bars(chart: GanttChart, axes: Any) -> None:
             if bar.label and end - start > (chart.span[1] - chart.span[0]) / _LABELS:
                 middle = (start + end) / 2, place + lane_style.top + lane_style.height / 2
                 axes.text(*middle, bar.label, color="white", fontsize=7, ha="center", va="center")
-    # With more jobs the colours repeat, and a legend would name several jobs for one.
+    # With more jobs the colours are hard to tell apart by a legend.
     jobs = dict.fromkeys(bar.job for bar in visible_bars)
     if chart.names_jobs and len(jobs) <= len(_PALETTE):
         for job in sorted(jobs):
@@ -155,8 +152,16 @@ def _name_rows(chart: GanttChart, axes: Any) -> None:
 
 
 def colours_of(jobs: Iterable[str]) -> dict[str, str]:
-    """Assign a colour to each job, in order; colours repeat from the thirteenth job on."""
-    return {job: _PALETTE[number % len(_PALETTE)] for number, job in enumerate(dict.fromkeys(jobs))}
+    """Assign a colour of its own to each job, in order."""
+    return {job: _colour(number) for number, job in enumerate(dict.fromkeys(jobs))}
+
+
+def _colour(number: int) -> str:
+    if number < len(_PALETTE):
+        return _PALETTE[number]
+    # Steps of the golden ratio around the circle of hues come back to no earlier hue.
+    parts = colorsys.hsv_to_rgb(number * _GOLDEN % 1.0, 0.55 + 0.1 * (number % 4), 0.9 - 0.15 * (number % 3))
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
 def _is_shown(bar: GanttBar, chart: GanttChart) -> bool:

@@ -31,14 +31,8 @@ def plot_run(
 ) -> None:
     """Draw a run: solid bars are compute and background copies, pale bars are waits and copies that units waited for.
 
-    A wide unit is labelled with the first letter of its kind and the number of its shard.
-
-    Args:
-        log: of the run.
-        figures: of the run, for the title.
-        path: the PNG file to write.
-        start: first second drawn; None: the start of the first unit.
-        end: last second drawn; None: the end of the last unit.
+    The picture begins at second `start`, or with the first unit, and ends at second `end`, or with the last unit. A wide unit
+    is labelled with the first letter of its kind and the number of its shard.
 
     Raises:
         ConfigError: matplotlib is not installed, or nothing ran in the drawn range.

@@ -21,12 +21,7 @@ _WAYS = (("in", "bytes_in_by_kind"), ("out", "bytes_out_by_kind"), ("across", "b
 
 
 def print_run(console: Console, figures: RunFigures) -> None:
-    """Print the devices, the bytes by kind, the totals, and a warning if the log is not whole.
-
-    Args:
-        console: output console.
-        figures: of the run.
-    """
+    """Print the devices, the bytes by kind, the totals, and a warning if the log is not whole."""
     console.print()
     console.print(_device_table(figures.devices))
     console.print()

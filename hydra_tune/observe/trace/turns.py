@@ -5,8 +5,7 @@ and on any thread for the release of an ended job's memory. `Worker` (`pool/runt
 pager (`memory/pager.py`), leases (`memory/lease.py`), the prefetcher (`memory/prefetch.py`) and releases
 (`memory/block_release.py`) note their actions on the thread's turn. Without a recording there is no turn, and a note
 costs a single thread-local lookup. `simulate/recorded/recording.py` writes the turns to a file and reads them from one;
-`simulate/recorded/script.py` and `simulate/recorded/pager_model.py` read the
-turns.
+`simulate/recorded/script.py` and `simulate/recorded/pager_model.py` read the turns.
 
 Note: threads. A turn has no lock. A lease opens its worker's turn on autograd's thread as well, while the worker waits.
 All turns of a recording share one dictionary of facts. A turn must keep no block and no tensor alive.
@@ -39,10 +38,7 @@ class TurnAction(NamedTuple):
             "clean": a background copy to the host was begun, to make room later;
             "await": a unit waited `copy_ns` for a background copy;
             "keep": a background copy to the host was cancelled, because the block is used again.
-        at_ns: time of the action.
         copy_ns: nanoseconds of the action spent copying.
-        blocks: numbers of blocks.
-        nbytes: bytes.
     """
 
     what: str
@@ -75,8 +71,6 @@ class BlockFacts(NamedTuple):
     """Facts of a block.
 
     Args:
-        job: the block's job.
-        kind: content of the block.
         nbytes: bytes as counted by the ledger.
         shard: the shard, for parameters of a single shard.
     """
@@ -114,12 +108,9 @@ class WorkerTurn:
     """A worker's actions for one command of the scheduler, or the actions of a release.
 
     Args:
-        job: job of the unit.
         device: device of the worker; empty for a release.
         facts: of all blocks met by any turn, by number; shared by all turns.
-        actions: the actions, in order.
-        units: the units run.
-        sent: finished background copies that the turn began, in either direction, as of the last `settle`.
+        sent: finished background copies that the turn began, in either direction; empty before `so_far`.
     """
 
     job: str
@@ -128,17 +119,10 @@ class WorkerTurn:
     actions: list[TurnAction] = field(default_factory=list)
     units: list[UnitSpan] = field(default_factory=list)
     sent: list[BlockCopySpan] = field(default_factory=list)
-    _under_way: list[tuple[str, int, int, RecordableCopy]] = field(default_factory=list, repr=False, compare=False)
+    _followed: list[tuple[str, int, int, RecordableCopy]] = field(default_factory=list, repr=False, compare=False)
 
     def note(self, what: str, blocks: Iterable[RecordableBlock] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:
-        """Note an action finished now.
-
-        Args:
-            what: as `TurnAction.what`.
-            blocks: the blocks.
-            nbytes: bytes.
-            since_ns: beginning of the copy; 0: no copy.
-        """
+        """Note an action finished now; `since_ns` is the beginning of a copy, or 0 without a copy."""
         now = time.perf_counter_ns()
         numbers = []
         for block in blocks:
@@ -159,16 +143,17 @@ class WorkerTurn:
         ]
 
     def follow(self, what: str, block: RecordableBlock, copy: RecordableCopy) -> None:
-        """Follow a background copy until its end."""
-        self._under_way.append((what, block.number, block.size, copy))
+        """Note a background copy, whose times are read by `so_far`."""
+        self._followed.append((what, block.number, block.size, copy))
 
-    def settle(self) -> None:
-        """Record the background copies that have ended."""
-        # One by one, because the worker may add a copy meanwhile.
-        for entry in [entry for entry in tuple(self._under_way) if entry[3].ended_ns]:
-            self._under_way.remove(entry)
-            what, number, size, copy = entry
-            self.sent.append(BlockCopySpan(what, number, size, copy.began_ns, copy.ended_ns))
+    def so_far(self) -> "WorkerTurn":
+        """Return a copy, with the background copies that have ended; any thread may call."""
+        sent = [
+            BlockCopySpan(what, number, size, copy.began_ns, copy.ended_ns)
+            for what, number, size, copy in list(self._followed)
+            if copy.ended_ns
+        ]
+        return WorkerTurn(self.job, self.device, self.facts, list(self.actions), list(self.units), sent)
 
     @contextmanager
     def unit(self, kind: str, shard: int) -> Iterator[None]:

@@ -49,12 +49,7 @@ class StepTimeBreakdown:
 
 
 def timed(pieces: Iterable[Instruction | InstructionSlice], *, is_duplex: bool) -> StepTimeBreakdown:
-    """Return the times of a list of instructions.
-
-    Args:
-        pieces: in order.
-        is_duplex: whether copies to the host and copies back go side by side.
-    """
+    """Return the times of a list of instructions."""
     # In ticks: sums of integers do not depend on how operators are grouped into slices.
     now = compute = recompute = stall = copies = 0
     free = {InstructionKind.OFFLOAD: 0, InstructionKind.PREFETCH: 0}

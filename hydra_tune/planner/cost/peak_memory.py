@@ -1,8 +1,8 @@
 """Algorithm G: the bytes on the device, instruction by instruction.
 
-`planner/passes/swap_recompute.py` simulates all segments here before each decision, and the other passes simulate their
-changes. `planner/search/portfolio.py` takes the peak of each finished plan, and `PlannedStep`
-(`fusion/runtime/step_planner.py`) simulates the ends as well.
+`planner/passes/swap_recompute.py` simulates all segments here in each round, and the other passes simulate their changes.
+`planner/search/portfolio.py` takes the peak of each finished plan, and `PlannedStep` (`fusion/runtime/step_planner.py`)
+simulates the ends as well.
 
 Differs: the paper adds up five sums over tensors, and counts `static_mem` and, in line 3, swapped and recomputed
 tensors twice. Here every storage is counted once, from the instruction that makes the storage to the instruction that
@@ -23,7 +23,6 @@ class SegmentMemory:
     """Memory that a segment needs.
 
     Attributes:
-        peak_bytes: most bytes on the device at once.
         peak_backward: rank that the backward has reached at the peak.
         peak_forward: rank that the forward has reached at the peak.
         by_rank: most bytes from the end of the previous backward operator to the end of each; the last entry is for the
@@ -37,22 +36,12 @@ class SegmentMemory:
 
 
 def simulated(schedule: SubArraySchedule, segment: ScheduleSegment) -> SegmentMemory:
-    """Return the memory that a segment needs.
-
-    Args:
-        schedule: the decisions.
-        segment: of the schedule.
-    """
+    """Return the memory that a segment needs."""
     return followed(stretched(schedule, segment), start_bytes(schedule, segment))
 
 
 def followed(pieces: Iterable[Instruction | InstructionSlice], start: int) -> SegmentMemory:
-    """Return the memory that a list of instructions needs.
-
-    Args:
-        pieces: in order.
-        start: bytes on the device at the beginning.
-    """
+    """Return the memory that a list of instructions needs, beginning with `start` bytes on the device."""
     state = _SegmentMemorySimulator(start)
     for piece in pieces:
         if isinstance(piece, InstructionSlice):
@@ -63,12 +52,7 @@ def followed(pieces: Iterable[Instruction | InstructionSlice], start: int) -> Se
 
 
 def curve(schedule: SubArraySchedule, segment: ScheduleSegment) -> tuple[int, ...]:
-    """Return the bytes on the device during each instruction of a segment.
-
-    Args:
-        schedule: the decisions.
-        segment: of the schedule.
-    """
+    """Return the bytes on the device during each instruction of a segment."""
     live, live_bytes = start_bytes(schedule, segment), []
     for instruction in lowered(schedule, segment):
         live += instruction.made_bytes
@@ -85,7 +69,6 @@ class _SegmentMemorySimulator:
         self._by_rank: list[int] = []
 
     def does(self, one: Instruction) -> None:
-        """Account for a single instruction."""
         # Made bytes are there from the beginning of the instruction, and freed bytes up to its end.
         self._live += one.made_bytes
         if not one.is_backward:
@@ -103,7 +86,6 @@ class _SegmentMemorySimulator:
             self._forward = one.rank + 1
 
     def runs(self, one: InstructionSlice) -> None:
-        """Account for consecutive operators."""
         line, begin, end = one
         beyond = self._live - line.before[begin]
         top = line.top(begin, end)
@@ -125,7 +107,6 @@ class _SegmentMemorySimulator:
             self._most = self._live
 
     def memory(self) -> SegmentMemory:
-        """Return the memory found so far."""
         backward, forward = self._at
         by_rank = (*self._by_rank, self._most)
         return SegmentMemory(peak_bytes=self._peak, peak_backward=backward, peak_forward=forward, by_rank=by_rank)

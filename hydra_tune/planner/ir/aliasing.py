@@ -41,9 +41,6 @@ class StorageView:
     """Position of a tensor in its storage.
 
     Attributes:
-        storage: name of the storage.
-        dtype: of the elements.
-        size: of each dimension.
         stride: of each dimension, in elements.
         offset: of the first element, in elements.
     """
@@ -127,11 +124,7 @@ def seen(
 
 
 def layout_of(value: Any) -> Layout:
-    """Return the strides of a node's results.
-
-    Args:
-        value: a tensor, or several.
-    """
+    """Return the strides of a node's results, which are a tensor or several."""
     return tuple(_strides(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(value))
 
 
@@ -139,10 +132,6 @@ def is_like(layout: Layout, other: Layout) -> bool:
     """Whether the results of two runs of a node lie alike in memory.
 
     A result that is a tensor in only one of the runs is not compared, because no node uses such a result.
-
-    Args:
-        layout: of a node's results.
-        other: of the same node's results in another run.
     """
     return all(a is None or b is None or a == b for a, b in zip(layout, other, strict=False))
 

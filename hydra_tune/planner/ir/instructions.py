@@ -43,8 +43,6 @@ class Instruction:
     """An action of a segment.
 
     Attributes:
-        kind: the action.
-        side: index of the sub-array.
         is_backward: whether the instruction belongs to the sub-array's backward, as recomputations and copies back do.
         rank: of the operator, in the forward for a recomputation; of the next operator, where the instruction is none.
         storage: moved, deleted or recomputed.
@@ -53,8 +51,6 @@ class Instruction:
         is_at_once: whether the computing thread makes the copy itself.
         makes: storages that are on the device from the beginning of the instruction.
         frees: storages that leave the device with the end of the instruction.
-        made_bytes: bytes of `makes`.
-        freed_bytes: bytes of `frees`.
         workspace_bytes: memory that the operator needs while running.
     """
 
@@ -80,7 +76,6 @@ class InstructionSequence:
         instructions: for each operator, all of the same kind.
 
     Attributes:
-        instructions: as given.
         is_again: whether the operators recompute.
         is_backward: whether the operators are of the backward, and do not recompute.
         before: bytes before each operator, and behind the last, relative to the beginning.
@@ -133,7 +128,6 @@ class InstructionSlice(NamedTuple):
     """Consecutive operators of a sequence, with no other instruction between.
 
     Attributes:
-        line: of the operators.
         begin: rank of the first operator.
         end: rank behind the last operator.
     """

@@ -32,12 +32,7 @@ class FeatureMapLineage:
 
 
 def lineage(array: SubArrayProfile, name: str) -> FeatureMapLineage | None:
-    """Return the lineage of a feature map if all other maps are kept; None where the map cannot be computed again.
-
-    Args:
-        array: the sub-array.
-        name: of the feature map.
-    """
+    """Return the lineage of a feature map if all other maps are kept; None where the map cannot be computed again."""
     sources: set[str] = set()
     ops: set[int] = set()
     pending_storages, visited_storages = [name], {name}

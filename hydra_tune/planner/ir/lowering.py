@@ -4,10 +4,11 @@
 `planner/passes/graph_rewrite.py` has all segments of a plan lowered before the plan runs. `verify.py` and
 `planner/search/figures.py` lower finished schedules.
 
-Note: room. A swapped storage is freed when its copy to the host has ended, not when the copy begins (Algorithm G as
-printed frees the storage at once). The end depends on time, so the release is an instruction of its own. The lowering
-puts the release where the copy will have ended. If an operator would find no room before then, the release comes
-sooner, and the operator waits. The bytes on the device are therefore a function of the list.
+Note: room. A swapped storage is freed when its copy to the host has ended, not when the copy begins (Algorithm G as printed
+frees the storage at once). The end depends on time, so the release is an instruction of its own. The lowering puts the
+release where the copy will have ended; on a link shared with copies back, the copy may end later. If an operator would find
+no room before then, the release comes sooner, and the operator waits. The bytes on the device are therefore a function of
+the list.
 
 Note: reuse. A search compares schedules that differ in a few decisions. Decisions change which instructions there are,
 and behind which operator a source of recomputations or a returning map is freed, but no instruction otherwise. So each
@@ -34,12 +35,7 @@ from hydra_tune.planner.ir.step_profile import FeatureMap, OperatorProfile, SubA
 
 
 def lowered(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[Instruction]:
-    """Return the instructions of a segment.
-
-    Args:
-        schedule: the decisions.
-        segment: a segment or an end of the schedule.
-    """
+    """Return the instructions of a segment, or of an end of the schedule."""
     instructions: list[Instruction] = []
     for piece in stretched(schedule, segment):
         if isinstance(piece, InstructionSlice):
@@ -50,12 +46,7 @@ def lowered(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[Instru
 
 
 def stretched(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[Instruction | InstructionSlice]:
-    """Return the instructions of a segment, with consecutive operators as slices.
-
-    Args:
-        schedule: the decisions.
-        segment: a segment or an end of the schedule.
-    """
+    """Return the instructions of a segment, or of an end of the schedule, with consecutive operators as slices."""
     return _SegmentLowering(schedule, segment).pieces()
 
 
@@ -192,7 +183,6 @@ class _SubArrayLowering:
         return instruction
 
     def again(self, one: FeatureMap) -> InstructionSequence:
-        """Return the operators that recompute a feature map."""
         recomputation = self.decisions.recomputes[one.name]
         key = ("again", one.name, recomputation.ops)
         if key not in self.known:

@@ -29,13 +29,10 @@ class FeatureMapCandidate:
 
     Attributes:
         side: index of the map's sub-array in the schedule.
-        map: the feature map.
         sources: feature maps from which the candidate would be recomputed (`recomp_srcs`).
         ops: ranks of the forward operators that would recompute the candidate (`recomp_graph`).
         seconds: of a single recomputation (`recomp_time`).
         total_seconds: of all recomputations in a step (`total_recomp_time`), the cost of recomputing by Algorithm D.
-        can_swap: whether the map may be swapped.
-        can_recompute: whether the map may be recomputed.
     """
 
     side: int
@@ -97,21 +94,11 @@ class SubArrayDecisions:
         return needs
 
     def uses(self, one: FeatureMap, ranks: Sequence[int]) -> list[int]:
-        """Ranks of the backward operators that need a feature map, directly or for a recomputation.
-
-        Args:
-            one: the feature map.
-            ranks: of the operators that use the map directly.
-        """
+        """Ranks of the backward operators that need a feature map: directly (`ranks`), or for a recomputation."""
         return sorted({*ranks, *self._recomputed_from(one)})
 
     def recompute_seconds(self, rank: int, source: str = "") -> float:
-        """Seconds of the recomputations before a backward operator.
-
-        Args:
-            rank: of the operator.
-            source: recomputations from this feature map are left out.
-        """
+        """Seconds of the recomputations before a backward operator, without recomputations from `source`."""
         recomputations = (
             candidate
             for candidate in self.recomputes.values()
@@ -144,8 +131,6 @@ class SubArraySchedule:
 
     Attributes:
         arrays: a single sub-array, or a pair.
-        decisions: for each sub-array.
-        limit_bytes: of the device's memory.
     """
 
     arrays: tuple[SubArrayProfile, ...]
@@ -183,9 +168,6 @@ class SubArraySchedule:
         """Return the same decisions for arrays that differ only in their times.
 
         The slots keep their forward operators and get the new seconds.
-
-        Args:
-            arrays: in place of the schedule's own.
         """
         retimed_schedule = replace(self.copy(), arrays=arrays)
         for segment in self.segments:
@@ -236,12 +218,7 @@ class SubArraySchedule:
 
 
 def undecided(arrays: tuple[SubArrayProfile, ...], limit_bytes: int) -> SubArraySchedule:
-    """Return a schedule that keeps everything and multiplexes no forward operator.
-
-    Args:
-        arrays: a single sub-array, or a pair.
-        limit_bytes: of the device's memory.
-    """
+    """Return a schedule that keeps everything and multiplexes no forward operator."""
     return SubArraySchedule(
         arrays=arrays, decisions=tuple(SubArrayDecisions() for _ in arrays), limit_bytes=limit_bytes
     )

@@ -15,11 +15,7 @@ from torch import Tensor
 
 
 def draw(number: int) -> Tensor:
-    """Random numbers of a step.
-
-    Args:
-        number: index in `StepGraph.noise`.
-    """
+    """Random numbers of a step: those of `StepGraph.noise[number]`."""
     _not_called(draw, number)
 
 

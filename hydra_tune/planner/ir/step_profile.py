@@ -18,10 +18,6 @@ class OperatorProfile:
     """Node of a graph (Table A); the position in the graph is the node's rank.
 
     Attributes:
-        name: of the node.
-        seconds: duration of a run.
-        reads: storages read.
-        makes: storages made.
         writes: existing storages overwritten.
         repeated_writes: storages of `writes` that a recomputation leaves untouched.
         workspace_bytes: memory needed during the run, beyond the storages read and made.
@@ -43,15 +39,12 @@ class FeatureMap:
     """Storage that the forward makes and the backward uses (Table B).
 
     Attributes:
-        name: of the storage.
-        num_bytes: size of the storage.
         made: rank of the forward operator that makes the map.
         last_forward: rank of the map's last user in the forward.
         first_backward: rank of the map's first user in the backward.
         last_backward: rank of the map's last user in the backward.
         inactive_seconds: between `last_forward` and `first_backward`, when the backward directly follows the forward.
         out_seconds: of a copy to the host; infinite for a map that is never swapped.
-        in_seconds: of a copy back.
     """
 
     name: str
@@ -70,8 +63,6 @@ class SubArrayProfile:
     """Step of a sub-array.
 
     Attributes:
-        name: for people.
-        forward: operators of the forward, in order.
         backward: operators of the backward, updates included, in order.
         sizes: bytes of each storage that the operators make.
         static_bytes: of all arguments and constants (parameters, buffers, optimizer state, batch, rates), which stay on the

@@ -18,9 +18,6 @@ from hydra_tune.planner.ir.plan_state import ScheduleSegment, SubArraySchedule
 def verify_schedule(schedule: SubArraySchedule) -> None:
     """Verify all segments and ends of a schedule.
 
-    Args:
-        schedule: the decisions.
-
     Raises:
         AssertionError: an invariant does not hold.
     """
@@ -32,11 +29,6 @@ def verify_instructions(
     schedule: SubArraySchedule, segment: ScheduleSegment, instructions: Sequence[Instruction]
 ) -> None:
     """Verify that operators run once and in order, and read only storages that are on the device.
-
-    Args:
-        schedule: the decisions.
-        segment: of the schedule.
-        instructions: of the segment.
 
     Raises:
         AssertionError: an invariant does not hold.
@@ -91,7 +83,6 @@ class _SegmentVerifier:
             assert not is_coming, f"{one.kind} {one.rank} of {array.name} uses {name}, which is on its way"
 
     def moves(self, one: Instruction) -> None:
-        """Check a copy, or the end of a copy."""
         key = (one.side, one.storage)
         if one.kind in self._moving:
             assert one.kind is InstructionKind.PREFETCH or key in self._there, f"{key} is sent away and is not there"
@@ -112,7 +103,6 @@ class _SegmentVerifier:
         self._there -= freed_keys
 
     def ends(self) -> None:
-        """Check that everything has run, and no copy is under way."""
         assert not any(self._moving.values()), f"{self._moving} are on their way at the end"
         for side, is_backward in ((self._segment.backward, True), (self._segment.forward, False)):
             if side is not None:
@@ -122,9 +112,6 @@ class _SegmentVerifier:
 
 def verify_graph(graph: fx.Graph) -> None:
     """Verify that every copy is waited for, and no node uses a tensor that has left the device.
-
-    Args:
-        graph: merged.
 
     Raises:
         AssertionError: an invariant does not hold.

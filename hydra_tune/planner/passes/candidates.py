@@ -27,12 +27,7 @@ SMALLEST_SHARE = 512
 
 
 def candidates_of(array: SubArrayProfile, side: int) -> dict[str, FeatureMapCandidate]:
-    """Return the feature maps of a sub-array that may be swapped or recomputed, by name.
-
-    Args:
-        array: the sub-array.
-        side: index of the sub-array in the schedule.
-    """
+    """Return the feature maps of a sub-array that may be swapped or recomputed, by name."""
     candidates = {}
     largest = max((feature_map.num_bytes for feature_map in array.maps.values()), default=0)
     for name, feature_map in array.maps.items():
@@ -64,12 +59,8 @@ def updated_candidates(
 ) -> None:
     """Update the remaining candidates after a decision.
 
-    Args:
-        array: the sub-array.
-        decisions: for the sub-array, with the new decision.
-        decided: the candidate that the decision is about.
-        count: number of recomputations of the decided map in a step; 0 after a swap.
-        candidates: of the same sub-array, without the decided candidate; changed.
+    `count` is the number of recomputations of the decided map in a step, 0 after a swap. `candidates`, all of the same
+    sub-array and without the decided candidate, change.
     """
     for candidate in candidates.values():
         if decided.name in candidate.sources and not is_there(decided, candidate):

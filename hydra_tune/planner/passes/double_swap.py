@@ -3,7 +3,7 @@
 The paper has no such step: its maps stay from the first use in the backward to the last. The copy on the host still
 exists, so a map that the backward leaves unchanged need not be copied out again. The map is freed behind a use, and
 copied back before the next use. `swap_recompute.py` calls `returned` in a round without candidates, once the segment
-has no forward operator left to take out, and simulates the segment again after each call. `planner/ir/lowering.py` turns
+has no forward operator left to take out, and simulates the segments again after each change. `planner/ir/lowering.py` turns
 each entry of `returns` into an early end of the map and a copy back. A pass must not run a step or read a clock.
 """
 
@@ -20,12 +20,6 @@ def absence(schedule: SubArraySchedule, side: int, one: FeatureMap, rank: int) -
 
     None where the map may not leave, where the operator uses the map, where no use comes before or none comes after, and
     where the map is away already.
-
-    Args:
-        schedule: the decisions.
-        side: index of the sub-array.
-        one: the feature map.
-        rank: of the operator.
     """
     array, decisions = schedule.arrays[side], schedule.decisions[side]
     if one.name not in array.returning or one.name in decisions.recomputes:
@@ -44,11 +38,7 @@ def returned(
 ) -> SubArraySchedule | None:
     """Return the schedule with one more map away at the peak; None where no map qualifies.
 
-    Args:
-        schedule: the decisions; left as it is.
-        segment: of the schedule.
-        memory: of the segment.
-        may_swap: feature maps of the backward's sub-array that are not swapped and may be.
+    `may_swap` holds feature maps of the backward's sub-array that are not swapped and may be.
     """
     side = segment.backward
     if side is None:

@@ -32,7 +32,6 @@ class MergedGraph:
     """Graph of a segment.
 
     Attributes:
-        segment: of the graph.
         graph: takes the arguments of the sub-arrays' steps, as far as it uses them, and the values that the forwards
             left.
         outputs: names of the outputs, in order.
@@ -55,12 +54,7 @@ def losses_of(side: int) -> str:
 
 
 def rewritten(schedule: SubArraySchedule, steps: Sequence[StepGraph]) -> dict[ScheduleSegment, MergedGraph]:
-    """Return the merged graphs of a schedule's segments and ends.
-
-    Args:
-        schedule: the decisions.
-        steps: the graphs of the sub-arrays' steps, in the schedule's order.
-    """
+    """Return the merged graphs of a schedule's segments and ends, with `steps` in the order of the schedule's sub-arrays."""
     kept_nodes: dict[int, list[fx.Node]] = {}
     for side in range(len(steps)):
         # A backward alone shows the kept values that it needs; these become outputs of the forwards below.

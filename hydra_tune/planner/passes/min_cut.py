@@ -30,11 +30,7 @@ _SOURCE, _SINK = "source", "sink"
 
 
 def min_cut(array: SubArrayProfile) -> frozenset[str]:
-    """Return the feature maps to keep for least memory; all others can be computed again from the kept maps.
-
-    Args:
-        array: the sub-array.
-    """
+    """Return the feature maps to keep for least memory; all others can be computed again from the kept maps."""
     import networkx as nx  # noqa: PLC0415 - the import takes a fifth of a second, and few pools plan
 
     candidates = candidates_of(array, 0)
@@ -63,9 +59,6 @@ def min_cut(array: SubArrayProfile) -> frozenset[str]:
 
 def min_cut_planned(schedule: SubArraySchedule) -> SubArraySchedule:
     """Recompute maps that a minimum cut does not keep, and no more of them than the limit asks for.
-
-    Args:
-        schedule: to begin with; left as it is.
 
     Returns:
         The schedule, which may still exceed the limit.

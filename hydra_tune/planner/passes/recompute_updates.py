@@ -16,13 +16,7 @@ from hydra_tune.planner.ir.step_profile import SubArrayProfile
 
 
 def can_join(array: SubArrayProfile, decisions: SubArrayDecisions, candidate: FeatureMapCandidate) -> bool:
-    """Whether a candidate can be recomputed wherever earlier recomputations need the candidate.
-
-    Args:
-        array: the sub-array.
-        decisions: for the sub-array.
-        candidate: of the sub-array.
-    """
+    """Whether a candidate can be recomputed wherever earlier recomputations need the candidate."""
     return all(
         holds(array, _joined(decisions, recomputation, candidate)[1], recomputation.map.first_backward)
         for recomputation in decisions.recomputes.values()
@@ -33,10 +27,7 @@ def can_join(array: SubArrayProfile, decisions: SubArrayDecisions, candidate: Fe
 def updated_recomputations(array: SubArrayProfile, decisions: SubArrayDecisions, candidate: FeatureMapCandidate) -> int:
     """Put a candidate's lineage in the candidate's place in the recomputations decided before.
 
-    Args:
-        array: the sub-array.
-        decisions: changed; the candidate is not yet among them.
-        candidate: recomputed from now on.
+    Changes `decisions`, which do not hold the candidate yet.
 
     Returns:
         Number of recomputations of the candidate in a step (`recomp_cnt`).
@@ -60,14 +51,7 @@ def is_there(source: FeatureMapCandidate, other: FeatureMapCandidate) -> bool:
 def settled(
     decisions: SubArrayDecisions, one: FeatureMapCandidate, sources: frozenset[str], ops: frozenset[int]
 ) -> tuple[frozenset[str], frozenset[int]]:
-    """Return a lineage in which recomputed sources that are away when needed are replaced by their own lineages.
-
-    Args:
-        decisions: for the sub-array.
-        one: the map that the lineage computes.
-        sources: of the lineage.
-        ops: of the lineage.
-    """
+    """Return a lineage in which recomputed sources that are away when needed are replaced by their own lineages."""
     while True:
         # Sorted, because the order of a set of strings changes from process to process, and plans must not.
         recomputed_sources = (decisions.recomputes[name] for name in sorted(sources) if name in decisions.recomputes)

@@ -53,8 +53,6 @@ class SwapProposal:
     Attributes:
         seconds: delay of the step (`s_overhead`).
         prompt: rank of the backward operator before which the copy back begins (`prefetch_prompt`).
-        slots: as of `SubArrayDecisions`.
-        case: of the paper.
     """
 
     seconds: float
@@ -72,11 +70,7 @@ def swap_overhead(
 ) -> SwapProposal:
     """Return the proposal to swap a candidate, with its cost.
 
-    Args:
-        schedule: the decisions so far; left as it is.
-        candidate: of the schedule.
-        is_interleaved: whether forward operators may be multiplexed.
-        before: memory of the segment with the candidate's backward, without the swap, if known.
+    `before` is the memory of the segment with the candidate's backward, without the swap, if known.
     """
     return _SwapOverheadSearch(schedule, candidate, before).proposal(is_interleaved=is_interleaved)
 
@@ -108,11 +102,6 @@ class _SwapOverheadSearch:
         self._now = simulated(self._trial, self._segment)
 
     def proposal(self, *, is_interleaved: bool) -> SwapProposal:
-        """Return the prompt and slots that the search finds for the swap, and the seconds of the delay.
-
-        Args:
-            is_interleaved: whether forward operators of the other sub-array may run beside the copy.
-        """
         if self._candidate.name in self._array.at_once:
             # The computing thread makes both copies itself, so nothing runs beside them.
             copy_seconds = self._candidate.map.out_seconds + self._candidate.map.in_seconds

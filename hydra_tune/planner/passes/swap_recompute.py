@@ -37,8 +37,6 @@ class AllowedPlanActions:
     """Actions that a plan may use.
 
     Attributes:
-        swaps: whether feature maps may be swapped.
-        recomputes: whether feature maps may be recomputed.
         interleaves: whether forward operators may be multiplexed into a backward.
         is_duplex: whether copies in both directions go side by side.
     """
@@ -54,8 +52,6 @@ class FeatureMapDecision:
     """A decision of the algorithm, for people and tests.
 
     Attributes:
-        side: index of the sub-array.
-        name: of the feature map.
         case: of the swap; None for a recomputation.
         seconds: the estimated delay.
     """
@@ -70,10 +66,6 @@ def planned(
     schedule: SubArraySchedule, policy: AllowedPlanActions | None = None
 ) -> tuple[SubArraySchedule, list[FeatureMapDecision]]:
     """Decide until memory is within the limit, or no decision is left that could help.
-
-    Args:
-        schedule: to begin with; left as it is.
-        policy: the allowed actions.
 
     Returns:
         The schedule, which may still exceed the limit, and the decisions in order.
@@ -90,10 +82,7 @@ def recomputed(
 ) -> SubArraySchedule:
     """Recompute the feature maps that another algorithm has chosen, as far as possible.
 
-    Args:
-        schedule: to begin with; left as it is.
-        wanted: pairs of side and feature map.
-        is_polished: whether needless recomputations are undone.
+    `wanted` holds pairs of side and feature map. With `is_polished`, needless recomputations are undone.
     """
     search = _SwapRecomputeSearch(schedule.copy(), AllowedPlanActions(swaps=False, interleaves=False))
     search.recompute(wanted)

@@ -46,11 +46,7 @@ def _without(op: OperatorProfile, beyond: Mapping[str, int]) -> OperatorProfile:
 
 
 def on_all(arrays: Sequence[SubArrayProfile]) -> SubArrayProfile:
-    """Return a sub-array with the times of the first profile, and with enough workspace for all profiled devices.
-
-    Args:
-        arrays: profiles of a single graph on several kinds of devices.
-    """
+    """Return a sub-array with the times of the first profile, and with enough workspace for all profiled devices."""
     reference = arrays[0]
     if len(arrays) == 1:
         return reference

@@ -1,16 +1,14 @@
 """Pace of the machine: the seconds that a fixed set of operators takes at the moment.
 
 A core that others use as well changes its speed from second to second, by the clock and in CPU time alike. On a virtual
-machine with nothing else to do, small operators took 0.72 ms or 1.3 ms, and went from one to the other within a second;
-steps of DLRMs took 3.3 ms or 5.4 ms. A profile takes less than a second, sub-arrays are profiled one after another, and
-plans compare the profiles. So `profiler.py` measures the pace before and after each pass over a step's graph, and reports
-the time of a pass relative to the pace; `benchmarks/mutwo_runs.py` does so with steps. The meter's operators run on the
-calling thread. The module must not know graphs or plans.
+machine with nothing else to do, small operators took 0.72 ms or 1.3 ms, and went from one to the other within a second.
+A profile takes less than a second, sub-arrays are profiled one after another, and plans compare the profiles. So
+`profiler.py` measures the pace before and after each pass over a step's graph, and reports the time of a pass relative
+to the pace; `benchmarks/mutwo_runs.py` does so with steps. The meter's operators run on the calling thread. The module
+must not know graphs or plans.
 
 Operators of microseconds, which consist mostly of the call, slow down more than long operators. Steps have both, so the
-pace is the geometric mean of the times of small operators and of products of larger matrices. In CPU time, while others
-used the machine, small operators that were timed again and again varied by 14% by themselves and by 9% relative to the
-pace, long products by 11% and 8%, and convolutions by 8% both ways.
+pace is the geometric mean of the times of small operators and of products of larger matrices.
 """
 
 import math
@@ -27,11 +25,7 @@ _LEAST_SECONDS = 1e-6  # in case a clock advances in larger steps
 
 
 class CpuPaceMeter:
-    """Pace of a CPU.
-
-    Args:
-        now: returns seconds.
-    """
+    """Pace of a CPU."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -65,24 +59,14 @@ class CpuPaceMeter:
 
 
 class PacedTimer:
-    """Times a repeated action relative to the pace before and after each run.
-
-    Args:
-        pace: of the machine.
-    """
+    """Times a repeated action relative to the pace before and after each run."""
 
     def __init__(self, pace: CpuPaceMeter) -> None:
         self._pace = pace
         self._found: list[tuple[float, float]] = []
 
     def time(self, action: Callable[[], float], times: int, *, counts: bool) -> None:
-        """Run the action some times.
-
-        Args:
-            action: returns the seconds of a run.
-            times: number of runs.
-            counts: whether these runs count.
-        """
+        """Run the action, which returns the seconds of a run, some times; the runs count if `counts`."""
         pace_before = self._pace.seconds()
         for _ in range(times):
             seconds = action()

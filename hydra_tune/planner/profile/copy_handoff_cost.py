@@ -1,10 +1,8 @@
 """Time that the computing thread needs to hand a copy to another thread (`planner/run/copy_engine.py`), beside the copy itself.
 
 Two Python threads take turns. The copying thread wakes up and waits for the interpreter lock, and the computing thread
-waits to get the lock back, while both compete for memory. For small copies, all this takes longer than copying. With
-four fused DLRMs, six swaps of 200 KiB, which take 0.2 ms in all, made a step of 7.6 ms 1.4 ms longer when handed over,
-and hardly longer when the computing thread made the copies itself. So `SubArrayProfiler` (`profiler.py`) measures a
-hand-over before the first profile on a device, and plans count the time.
+waits to get the lock back, while both compete for memory. For small copies, all this takes longer than copying. So
+`SubArrayProfiler` (`profiler.py`) measures a hand-over before the first profile on a device, and plans count the time.
 """
 
 import statistics
@@ -24,12 +22,7 @@ _LEAST_SECONDS = 2e-5  # about what a thread needs to wake up, in case noise hid
 
 
 def hand_seconds(device: torch.device, now: Callable[[], float] = time.perf_counter) -> float:
-    """Return the seconds that the hand-over of a copy takes of the computing thread; 0 on a GPU, where streams copy.
-
-    Args:
-        device: of the computation.
-        now: returns seconds.
-    """
+    """Return the seconds that the hand-over of a copy takes of the computing thread; 0 on a GPU, where streams copy."""
     if device.type != "cpu":
         return 0.0
     copies = ThreadCopyEngine({"map": _BYTES})

@@ -27,10 +27,6 @@ from hydra_tune.shard.capture.capture_lock import GATE
 def as_laid_out(step: StepGraph, device: torch.device) -> StepGraph:
     """Return the step with the layouts that its results have on a device.
 
-    Args:
-        step: traced.
-        device: where the step runs.
-
     Raises:
         UnfusableError: an operator fails on made-up numbers or on the device's layout, or a layout differs from run to
             run.

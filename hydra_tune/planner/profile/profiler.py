@@ -1,9 +1,8 @@
 """Algorithm A: the seconds and memory of each node of a step's graph, and the seconds of each feature map's copies.
 
 `StepPlanner` (`fusion/runtime/step_planner.py`) has each step profiled before the first plan of the step;
-`pool/dry_run/step_profiles.py` has steps profiled for `HydraExecutor.plan(profile=...)` and `hydra-tune plan
---profile`. `pool/dry_run/step_profiles.py` hands the profiler to `TaskProfileCache`
-(`fusion/runtime/task_profiles.py`). `fusion/runtime/step_planner.py` borrows the device, shares `GATE`
+`pool/dry_run/step_profiles.py` hands the profiler to `TaskProfileCache` (`fusion/runtime/task_profiles.py`) for
+`HydraExecutor.plan(profile=...)` and `hydra-tune plan --profile`. `StepPlanner` borrows the device, shares `GATE`
 (`shard/capture/capture_lock.py`) and computes with a single thread meanwhile: the profiler does none of these.
 `output_layouts.py` borrows `array_of` and `CpuClock`. The module must not know plans.
 
@@ -89,11 +88,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """Kernel time between events, behind a pause in which the host gets ahead; resets the GPU's peak of memory each time.
-
-    Args:
-        device: the GPU.
-    """
+    """Kernel time between events, behind a pause in which the host gets ahead; resets the GPU's peak of memory each time."""
 
     _PAUSE_CYCLES = 400_000  # about 0.2 ms
 
@@ -136,8 +131,6 @@ class GraphMeasurements:
     """Measurements, by node or storage name.
 
     Attributes:
-        seconds: of each node.
-        workspace_bytes: of each node.
         out_seconds: of each feature map's copy to the host.
         in_seconds: of each feature map's copy back.
         hand_seconds: of the computing thread, for each copy that another thread makes.
@@ -188,13 +181,7 @@ class SubArrayProfiler:
         self._lock = threading.Lock()
 
     def array(self, name: str, step: StepGraph, device: torch.device) -> SubArrayProfile:
-        """Return the profiled sub-array of a step's graph.
-
-        Args:
-            name: for people.
-            step: the graph.
-            device: where the graph runs.
-        """
+        """Return the profiled sub-array of a step's graph."""
         with self._lock:
             # The lock is held while measuring, so that no graph is measured twice and profiles do not disturb each
             # other.
@@ -211,33 +198,18 @@ class SubArrayProfiler:
             return array_of(name, step, self._known[key])
 
     def knows(self, step: StepGraph, device: torch.device) -> bool:
-        """Whether a graph has been measured on a device.
-
-        Args:
-            step: the graph.
-            device: where the graph runs.
-        """
+        """Whether the profile of a graph on a device is kept."""
         with self._lock:
             return (_key_of(step), str(device)) in self._known
 
     def pace_seconds(self, device: torch.device) -> float:
-        """Seconds of `CpuPaceMeter` to which a device's times refer; 0 before any graph, and where the host times nothing.
-
-        Args:
-            device: where the graphs ran.
-        """
+        """Seconds of `CpuPaceMeter` to which a device's times refer; 0 before any graph, and where the host times nothing."""
         # Without the lock, which another thread holds for as long as it measures; a dict's `get` is atomic.
         return self._paces.get(str(device), 0.0)
 
 
 def measured(step: StepGraph, device: torch.device, clock: ProfilingClock) -> GraphMeasurements:
-    """Profile a graph.
-
-    Args:
-        step: the graph.
-        device: where the graph runs.
-        clock: of the device.
-    """
+    """Profile a graph."""
     if device.type == "cpu":
         keep_freed_memory(PLAN_BYTES)  # as planned runs do
     run = ProfilingInterpreter(step, array_of("", step, GraphMeasurements()).maps, device, clock)
@@ -270,13 +242,7 @@ def measured(step: StepGraph, device: torch.device, clock: ProfilingClock) -> Gr
 
 
 def array_of(name: str, step: StepGraph, profile: GraphMeasurements) -> SubArrayProfile:
-    """Return the sub-array of a step's graph with the times of a profile.
-
-    Args:
-        name: for people.
-        step: the graph.
-        profile: of the graph.
-    """
+    """Return the sub-array of a step's graph with the times of a profile."""
     facts = step.seen
     ops = [
         OperatorProfile(
@@ -310,13 +276,7 @@ def array_of(name: str, step: StepGraph, profile: GraphMeasurements) -> SubArray
 
 
 def copied_at(array: SubArrayProfile, bytes_per_second: float, seconds: float = 0.0) -> SubArrayProfile:
-    """Return the same sub-array on a link of another bandwidth.
-
-    Args:
-        array: the sub-array.
-        bytes_per_second: of the link, in each direction.
-        seconds: fixed time of each copy, beside the time by bandwidth.
-    """
+    """Return the same sub-array on a link of another bandwidth."""
     times = {name: feature_map.num_bytes / bytes_per_second + seconds for name, feature_map in array.maps.items()}
     return replace(array, out_seconds=times, in_seconds=times, at_once=_at_once(times, times, array.hand_seconds))
 
@@ -325,10 +285,6 @@ def over_link(array: SubArrayProfile, bytes_per_second: float) -> SubArrayProfil
     """Return a profiled sub-array whose copies go over a simulated link as well, and take no less time than there.
 
     The computing thread makes none of these copies itself, because it would sleep meanwhile.
-
-    Args:
-        array: the sub-array.
-        bytes_per_second: of the link.
     """
     link_seconds = {name: feature_map.num_bytes / bytes_per_second for name, feature_map in array.maps.items()}
     out, back = (

@@ -56,11 +56,7 @@ class _ProfiledCall:
     """A node, prepared to run.
 
     Attributes:
-        node: the node.
         place: of the node's value.
-        run: function that the node calls.
-        args: located.
-        kwargs: located.
         ends: places of values that nobody needs afterwards.
         back: feature maps that come back before the node.
         away: feature maps that go to the host after the node.
@@ -77,14 +73,7 @@ class _ProfiledCall:
 
 
 class ProfilingInterpreter:
-    """Runs a graph on made-up numbers.
-
-    Args:
-        step: the graph.
-        maps: feature maps of the graph.
-        device: where the graph runs.
-        clock: of the device.
-    """
+    """Runs a graph on made-up numbers."""
 
     def __init__(
         self, step: StepGraph, maps: Mapping[str, FeatureMap], device: torch.device, clock: ProfilingClock
@@ -112,10 +101,7 @@ class ProfilingInterpreter:
         self._calls = self._made(maps)
 
     def once(self, workspace: dict[str, int]) -> None:
-        """Run the graph node by node, and record the largest workspace of each node.
-
-        Args:
-            workspace: bytes by node, raised where a node needs more.
+        """Run the graph node by node, and raise the bytes of `workspace` where a node needs more.
 
         Raises:
             UnfusableError: an operator fails on made-up numbers, or a result lies in memory otherwise than the step

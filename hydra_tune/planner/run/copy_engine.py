@@ -84,8 +84,6 @@ def copies_for(device: torch.device, sizes: Mapping[str, int], link: SimulatedLi
 
 @dataclass(slots=True)
 class _ThreadCopyHandle:
-    """A copy under way in a thread."""
-
     to: Tensor
     source: Tensor | None
     is_done: threading.Event | None  # None: copied at once
@@ -111,10 +109,6 @@ class ThreadCopyEngine:
     """A single thread that copies in the order of the requests; host memory is allocated at the beginning.
 
     Without a link, the calling thread makes the copies at once (`offload_at_once`, `prefetch_at_once`) itself.
-
-    Args:
-        sizes: bytes of each storage that will be offloaded.
-        link: as of `copies_for`.
     """
 
     def __init__(self, sizes: Mapping[str, int], link: SimulatedLink | None = None) -> None:
@@ -197,12 +191,7 @@ class ThreadCopyEngine:
 
 
 class CudaCopyEngine:
-    """A stream for each direction, with events on the compute stream (see the note above).
-
-    Args:
-        device: the GPU.
-        sizes: bytes of each storage that will be offloaded.
-    """
+    """A stream for each direction, with events on the compute stream (see the note above)."""
 
     def __init__(self, device: torch.device, sizes: Mapping[str, int]) -> None:
         self.waited_seconds = 0.0  # the host waits for no single copy

@@ -13,18 +13,11 @@ from torch import fx
 
 @dataclass(frozen=True, slots=True)
 class _ValueIndex:
-    """Place of a node's value."""
-
     place: int
 
 
 def located(value: Any, places: Mapping[fx.Node, int]) -> Any:
-    """Return arguments, or an element of them, with places instead of nodes.
-
-    Args:
-        value: a tuple, a dict, or an element.
-        places: of the nodes' values.
-    """
+    """Return arguments, or an element of them, with places instead of nodes."""
     if isinstance(value, fx.Node):
         return _ValueIndex(places[value])
     if isinstance(value, dict):
@@ -35,12 +28,7 @@ def located(value: Any, places: Mapping[fx.Node, int]) -> Any:
 
 
 def filled(value: Any, values: list[Any]) -> Any:
-    """Return arguments with values instead of places.
-
-    Args:
-        value: from `located`.
-        values: by place.
-    """
+    """Return arguments with values instead of places."""
     # Exact types are quicker than `isinstance`, and suffice because `located` makes plain tuples, lists and dicts.
     kind = type(value)
     if kind is _ValueIndex:

@@ -40,8 +40,6 @@ class MergedGraphInterpreter:
     """Runs a merged graph again and again.
 
     Args:
-        merged: the graph.
-        copies: of the device.
         draw: (side of a sub-array, number of the noise) -> random numbers.
         place: the device, in place of any device that the graph names: the graph may have been traced for another
             device of the same kind.
@@ -73,10 +71,7 @@ class MergedGraphInterpreter:
         return [name for name, _ in self._arguments]
 
     def run(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Run the graph, and free each argument and value behind its last use, unless others hold it.
-
-        Args:
-            given: a value for each argument; emptied.
+        """Run the graph, and free each argument and value behind its last use, unless others hold it; empty `given`.
 
         Returns:
             Outputs of the graph: losses, and the values that the forward leaves for its backward.

@@ -34,9 +34,6 @@ class MergedGraphRunner:
     """Runs the merged graphs of a schedule.
 
     Args:
-        schedule: the decisions.
-        steps: the graphs of the sub-arrays' steps.
-        device: where the graphs compute.
         arguments: for each sub-array, number of a step -> arguments of the graph, including the rates for the step.
             Called once for the forward and once for the backward, and must give the same batch both times.
         draw: (side of a sub-array, number of the noise) -> random numbers.
@@ -83,9 +80,7 @@ class MergedGraphRunner:
     def run(self, num_steps: Sequence[int], take: Callable[[int, int, Tensor], None] | None = None) -> None:
         """Make steps of all sub-arrays, to their ends.
 
-        Args:
-            num_steps: number of steps of each sub-array.
-            take: called with the side, the number of the step and the losses when a forward has run.
+        `take` is called with the side, the number of the step and the losses when a forward has run.
         """
         targets = [num_done + num_more for num_done, num_more in zip(self._ended, num_steps, strict=True)]
         while self._ended != targets:
@@ -97,9 +92,7 @@ class MergedGraphRunner:
     def segment(self, segment: ScheduleSegment, take: Callable[[int, int, Tensor], None] | None = None) -> None:
         """Run a merged graph; a graph that fails leaves neither values nor copies under way.
 
-        Args:
-            segment: of the merged graph.
-            take: as of `run`.
+        `take` is as of `run`.
         """
         graph = self._graphs[segment]
         arguments = self._left

@@ -15,11 +15,7 @@ from hydra_tune.planner.run.copy_engine import CopyEngine
 
 
 class HostStopwatch:
-    """CPU time of the calling thread, with the time that the thread waits for copies.
-
-    Args:
-        copies: made beside the computation.
-    """
+    """CPU time of the calling thread, with the time that the thread waits for copies."""
 
     def __init__(self, copies: CopyEngine) -> None:
         self._copies = copies
@@ -42,10 +38,5 @@ class HostStopwatch:
 
 
 def stopwatch_for(device: torch.device, copies: CopyEngine) -> HostStopwatch | CudaStopwatch:
-    """Return the stopwatch of a device.
-
-    Args:
-        device: of the computation.
-        copies: of the device, for which the host may wait.
-    """
+    """Return the stopwatch of a device."""
     return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(copies)

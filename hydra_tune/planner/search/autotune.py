@@ -22,25 +22,16 @@ _EPSILON = 1e-12
 
 
 def operator_ratio(part: SubArrayPlan, seconds: float) -> float:
-    """Return the time of the operators of a part, measured over predicted.
+    """Return the time of the operators of a part, measured over predicted, from the measured `seconds` of a step.
 
     The predicted waits for copies are taken off both times: a single measurement cannot tell them from the operators.
-
-    Args:
-        part: with its predictions.
-        seconds: measured, of a step.
     """
     stall = part.times.stall
     return max(seconds - stall, 0.0) / max(part.times.seconds - stall, _EPSILON)
 
 
 def slowed(array: SubArrayProfile, ratio: float) -> SubArrayProfile:
-    """Return a sub-array whose operators take another time.
-
-    Args:
-        array: as profiled.
-        ratio: the other time over the profiled time.
-    """
+    """Return a sub-array whose operators take `ratio` times as long."""
 
     def slower(ops: tuple[OperatorProfile, ...]) -> tuple[OperatorProfile, ...]:
         return tuple(replace(op, seconds=op.seconds * ratio) for op in ops)
@@ -49,11 +40,7 @@ def slowed(array: SubArrayProfile, ratio: float) -> SubArrayProfile:
 
 
 def key_of(member: PortfolioPlan) -> Hashable:
-    """Return the decisions of a member; members that do the same have equal keys.
-
-    Args:
-        member: of a portfolio.
-    """
+    """Return a key of a member's decisions; members with equal keys do the same."""
     return tuple((part.sizes, *_decided(part.schedule)) for part in member.parts)
 
 

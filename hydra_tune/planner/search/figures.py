@@ -42,7 +42,6 @@ class IdleFeatureMap:
 
     Attributes:
         name: of the storage, after the operator that makes it.
-        num_bytes: size of the map.
         inactive_seconds: between the last use in the forward and the first use in the backward.
         out_seconds: of a copy to the host; None if the map is never swapped.
         in_seconds: of the copy back; None if the map is never swapped.
@@ -62,7 +61,6 @@ class MemoryCurvePoint:
     """An operator of a step in which everything is kept (Figure 3b).
 
     Attributes:
-        name: of the operator.
         is_backward: whether the operator belongs to the backward, updates included.
         seconds: from the beginning of the step to the end of the operator.
         num_bytes: on the device while the operator runs, static tensors included.
@@ -79,7 +77,6 @@ class FusedPeak:
     """Trials fused into a single sub-array, with everything kept (Figure 3c).
 
     Attributes:
-        num_trials: number of trials.
         static_bytes: of the trials' parameters, buffers, optimizer state and batches.
         peak_bytes: most memory that a step needs, static tensors included.
         seconds: of the operators of a step.
@@ -162,11 +159,7 @@ def figures_of(
 ) -> StepFigures:
     """Return the figures of trials of a single kind.
 
-    Args:
-        array: number of trials -> profiled sub-array; called once for each number.
-        num_trials: number of trials in each system.
-        device_bytes: the device's memory.
-        is_duplex: whether copies in both directions go side by side.
+    `array` takes a number of trials, and is called once for each number.
     """
     profiles: dict[int, SubArrayProfile] = {}
 

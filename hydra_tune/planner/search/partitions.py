@@ -31,7 +31,6 @@ class PartitionSearch:
     fit rules out parts that need as much memory, and parts that probably do: memory is about in proportion to the size.
 
     Args:
-        num_trials: to divide.
         at_least: size of a sub-array -> seconds that the operators of a step take; infinite for a size that is not
             wanted. May change during the search.
         least_saving: share of the best known time by which another partition has to be faster to be looked at.
@@ -59,12 +58,7 @@ class PartitionSearch:
         self._known[part] = seconds
 
     def refused(self, part: Part, share: float = 1.0) -> None:
-        """Note that a part does not fit.
-
-        Args:
-            part: the part.
-            share: memory that there is over the memory that the part needs; 1 if unknown.
-        """
+        """Note that a part does not fit; `share` is the present memory over the memory that the part needs, 1 if unknown."""
         self._known[part] = inf
         # Halfway between the size that would fit and the size that does not, as proportions mislead.
         self._refused[part] = (1 + share) / 2
@@ -93,9 +87,7 @@ class PartitionSearch:
 def cheapest(num_trials: int, seconds: Callable[[Part], float]) -> tuple[float, tuple[Part, ...]]:
     """Return the least seconds in which parts can run all trials, and the parts; infinity and no parts if none can.
 
-    Args:
-        num_trials: to divide.
-        seconds: of a step of a part; infinite for parts that must not be.
+    `seconds` is infinite for parts that must not be.
     """
     parts = [min(_parts_of(total), key=seconds) for total in range(1, num_trials + 1)]
     costs = [seconds(part) for part in parts]

@@ -55,8 +55,6 @@ class SubArrayPlan:
 
     Attributes:
         sizes: number of trials in each sub-array.
-        way: how the sub-arrays run.
-        schedule: the decisions.
         times: of a step of all the sub-arrays.
         peak_bytes: most memory that the sub-arrays need.
     """
@@ -73,7 +71,6 @@ class PortfolioPlan:
     """A plan of the portfolio for all trials.
 
     Attributes:
-        name: of the plan.
         parts: run one after the other in each step of all trials.
         limit_bytes: the limit that the plan was made for.
     """
@@ -157,11 +154,7 @@ class Planner:
     _parts: dict[tuple[int, ...], dict[str, SubArrayPlan]] = field(default_factory=dict)
 
     def portfolio(self, num_trials: int) -> Portfolio:
-        """Plan trials in every way.
-
-        Args:
-            num_trials: of a single architecture.
-        """
+        """Plan trials in every way."""
         members: list[PortfolioPlan] = []
         if self.max_size is None or num_trials <= self.max_size:
             members.append(self._member("full fusion", [self.alone(num_trials)]))
@@ -174,12 +167,7 @@ class Planner:
         return self.best(self._pair((size,)))
 
     def ways(self, sizes: tuple[int, ...], arrays: tuple[SubArrayProfile, ...]) -> dict[str, SubArrayPlan]:
-        """Return all ways, by name, to run a single sub-array, or two in turn, possibly of different kinds.
-
-        Args:
-            sizes: number of trials in each sub-array.
-            arrays: the profiled sub-arrays.
-        """
+        """Return all ways, by name, to run a single sub-array, or two in turn, possibly of different kinds."""
         kept_schedule = undecided(arrays, self._limit)
         plans = {"kept": self._part(sizes, "kept", kept_schedule)}
         for way, policy in _WAYS.items():

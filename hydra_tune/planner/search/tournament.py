@@ -35,8 +35,6 @@ class SpeedTournament(Generic[Key]):
 
     Args:
         candidates: in the order of their turns; all different.
-        warm_ups: turns that do not count.
-        turns: turns that count.
         leaves_at: a candidate leaves above so many times the seconds of the fastest.
 
     Raises:
@@ -65,11 +63,7 @@ class SpeedTournament(Generic[Key]):
         return None if len(self._found) >= self._turns else self._in[self._place]
 
     def took(self, seconds: float) -> None:
-        """Report the step of the candidate that `next` names.
-
-        Args:
-            seconds: duration of the step.
-        """
+        """Report the step of the candidate that `next` names."""
         self._turn[self._in[self._place]] = seconds
         self._place += 1
         if self._place == len(self._in):

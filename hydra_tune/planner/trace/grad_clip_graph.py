@@ -24,10 +24,8 @@ class ClippingNodeEmitter:
     """Emits the clipping nodes of a step.
 
     Args:
-        graph: to append to.
         limits: the argument that holds the members' limits.
         order: the optimizer's parameters, in the module's order.
-        mode: for tensors without bytes.
     """
 
     def __init__(self, graph: fx.Graph, limits: fx.Node, order: Sequence[str], mode: FakeTensorMode) -> None:
@@ -37,13 +35,7 @@ class ClippingNodeEmitter:
         self._factors: dict[torch.dtype, fx.Node] = {}
 
     def take(self, name: str, gradient: fx.Node, place: StorageView) -> None:
-        """Emit the norms of a gradient.
-
-        Args:
-            name: name of the parameter.
-            gradient: node of the gradient.
-            place: position of the gradient in its storage.
-        """
+        """Emit the norms of a gradient."""
         # Gradients of equal geometry share a trace: tracing is much slower than copying the nodes.
         key = place.dtype, place.size, place.stride
         if key not in self._traced:
@@ -52,11 +44,7 @@ class ClippingNodeEmitter:
         self._norms[name] = self._emitted(self._traced[key], [gradient])
 
     def factors(self, dtype: torch.dtype) -> fx.Node:
-        """Return the factors for gradients of a dtype, once the norms of all gradients have been taken.
-
-        Args:
-            dtype: of the gradients.
-        """
+        """Return the factors for gradients of a dtype, once the norms of all gradients have been taken."""
         if torch.float64 not in self._factors:
             # In the module's order, as in steps without a plan: the norm of the norms rounds by its order.
             norms = [self._norms[name] for name in self._order if name in self._norms]
@@ -81,13 +69,7 @@ class ClippingNodeEmitter:
 
 
 def emitted(graph: fx.Graph, traced: fx.Graph, given: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """Append the operators of a traced function to a graph, and return the nodes of the results.
-
-    Args:
-        graph: appended to.
-        traced: of operators alone.
-        given: arguments of the function.
-    """
+    """Append the operators of a traced function to a graph, and return the nodes of the results."""
     arguments = iter(given)
     copies: dict[fx.Node, fx.Node] = {}
     for node in traced.nodes:

@@ -11,8 +11,8 @@ which a scheduler of the user's own has changed such a number.
 `stack_of` (`fusion/runtime/step_planner.py`), `stack_now` (`fusion/runtime/step_arguments.py`) and `TaskProfileCache`
 (`fusion/runtime/task_profiles.py`) make the tracers: before a group runs, for a running group, and for `hydra-tune plan
 --profile`. `StepPlanner` keeps each step's graph by the tracer's `key`, among others. `step_graph.py` traces the updates
-while a step's graph is built. `StepStateBinding` (`fusion/runtime/step_arguments.py`) asks for the initial state once, and
-for the rates as each planned step begins. The module must not know memory limits or schedules.
+while a step's graph is built. `StepStateBinding` (`fusion/runtime/step_arguments.py`) asks for the initial state where
+a parameter has none, and for the rates as each planned step begins. The module must not know memory limits or schedules.
 
 Note: gate. Tracing changes the state of the whole process, so the caller of `traced` holds `GATE`
 (`shard/capture/capture_lock.py`) alone.
@@ -144,9 +144,6 @@ class TracedUpdate:
     Attributes:
         module: takes the parameter, its gradient, the clipping factors if the gradient is clipped, the state and the
             rates; overwrites the parameter and the state.
-        state: names of the state's tensors.
-        group: index of the parameter group.
-        num_rates: number of rates.
     """
 
     module: fx.GraphModule
@@ -236,9 +233,7 @@ class UpdateTracer:
     def initial_state(self, group: int, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter before its first step, with all tensors that the state will ever have.
 
-        Args:
-            group: index of the parameter group.
-            parameter: dense; only the geometry counts.
+        `parameter` is dense, and only its geometry counts.
         """
         with torch.no_grad():
             # A copy, because the traced update overwrites the parameter.
@@ -274,11 +269,6 @@ class UpdateTracer:
         return requested_rates
 
     def _check_constants(self, group: int, options: Sequence[str]) -> None:
-        """Refuse a step with another value of an option than the constant of the traced step.
-
-        Raises:
-            UnfusableError: as said.
-        """
         rates = self._rates[group]
         for name in options:
             held = self._constants[group].get(name)
@@ -301,7 +291,6 @@ class UpdateTracer:
         ask: Callable[[Sequence[float], Any], Any],
         begun: Sequence[bool] | None = None,
     ) -> list[str]:
-        """Run the update of a parameter, and return the options that the update has asked for."""
         counts = {"steps": list(steps), "begun": [step > 0 for step in steps] if begun is None else list(begun)}
         everybody = [True] * self.count
         update_arguments: tuple[Any, ...] = (

@@ -47,7 +47,6 @@ class RateArgument:
     """Graph argument that carries a rate of the optimizer.
 
     Attributes:
-        group: index of the parameter group.
         number: index of the rate within the group.
         dimensions: number of dimensions of the parameters that the rate multiplies.
         dtype: of those parameters.
@@ -75,7 +74,6 @@ class StepGraph:
         rates: argument -> the rate that the argument carries.
         limits: argument with the norm to which each member's gradients are clipped, (members,) in float64, infinite for
             a member that does not clip; None when no member clips.
-        noise: the random draws of the step.
         seen: storages that the nodes make, read and overwrite.
     """
 
@@ -183,7 +181,6 @@ class _StepGraphBuilder:
         self._clipped: ClippingNodeEmitter | None = None
 
     def built(self) -> StepGraph:
-        """Return the graph of the step."""
         arguments = [
             *(f"state_{place}" for place in range(len(self._names))),
             *(f"constant_{place}" for place in range(self._num_constants)),

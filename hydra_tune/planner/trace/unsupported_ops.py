@@ -19,13 +19,7 @@ from hydra_tune.shard.execute.compute import ShardOperands
 
 
 def value_draws(run: Any, operands: ShardOperands, place: torch.device | None = None) -> list[str]:
-    """Return the operators whose random numbers depend on values.
-
-    Args:
-        run: the stacked model with its loss.
-        operands: of the model; only the geometry counts.
-        place: where the model runs; None: where the operands lie.
-    """
+    """Return the operators whose random numbers depend on values."""
     mode, calls = FakeTensorMode(), OperatorCallRecorder()
     with mode:
         fakes = [
@@ -55,10 +49,6 @@ class OperatorCallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def check_devices(names: Sequence[str], operands: ShardOperands) -> None:
     """Refuse tensors on several devices.
-
-    Args:
-        names: of parameters and buffers.
-        operands: of the step.
 
     Raises:
         UnfusableError: the tensors lie on several devices; the message names a tensor on each device.

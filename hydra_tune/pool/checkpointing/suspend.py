@@ -60,7 +60,7 @@ def suspend(pool: JobSaver, jobs: Iterable[Job], seconds: float) -> None:
             if job.state in _NOT_BEGUN:
                 job.cancel()
                 continue
-            # Refused where the job has just ended, or is paused within a step; the others are to be saved all the same.
+            # Refused where the job has just ended; the others are to be saved all the same.
             with contextlib.suppress(CheckpointError):
                 pending_saves[job] = pool.ask_to_save(job)
         while pending_saves and time.monotonic() < deadline:
@@ -82,6 +82,8 @@ def _is_settled(pool: JobSaver, job: Job, future: "Future[Path]") -> bool:
     if not future.done() and job.state not in OVER:
         try:
             pool.answer(job)
-        except CheckpointError:  # the job is paused within a step, and would never reach the end of the step
-            return True
+        except (
+            CheckpointError
+        ):  # the job is paused within a step: the open request saves the job at the end of the step
+            job.unpause()
     return future.done() or job.state in OVER

@@ -1,8 +1,9 @@
 """Checkpoints beside training: when a trial is saved, where to, and the writer thread.
 
-`pool/pool.py` and `pool/fusion/fused_pool.py` make a `TrialCheckpointer` for each submitted job, as the trial's keeper;
-`train/trial.py` and `train/own_loop/loop_trial.py` call the keeper between two steps of the trial. A driver's thread or a
-group's thread calls `answer` while the trial waits.
+`pool/pool.py` and `pool/fusion/fused_pool.py` make a `TrialCheckpointer` for each job of a driver, as the trial's keeper;
+`train/trial.py` and `train/own_loop/loop_trial.py` call the keeper between two steps of the trial. A driver's thread, the
+`timer` thread (`pool/fusion/job_table.py`) or the thread that advances a group calls `answer` while the trial stands
+between two steps.
 
 Note: waiting. Between two steps, the thread that runs a trial copies the trial's state to a host buffer. Training goes
 on, and the writer thread writes the buffer to disk. A pool has a single buffer, so checkpoints take host memory for a
@@ -37,6 +38,7 @@ from torch import Tensor
 from hydra_tune.checkpoint.every import CheckpointInterval, parse_every
 from hydra_tune.checkpoint.files import make_private_folder
 from hydra_tune.checkpoint.folder import CheckpointFolder, check_private, generations, load_checkpoint
+from hydra_tune.checkpoint.lock import is_locked
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
@@ -151,8 +153,8 @@ class PoolCheckpointWriter:
             else:
                 first_choice, number = self.root / folder_name(name), 1
                 folder = first_choice
-                # A folder with checkpoints of another run is never overwritten.
-                while folder in self._taken or generations(folder):
+                # A folder of another run, which may have no checkpoint yet, is never overwritten.
+                while folder in self._taken or generations(folder) or is_locked(folder):
                     number += 1
                     folder = first_choice.with_name(f"{first_choice.name}~{number}")
             self._taken.add(folder)
@@ -237,13 +239,10 @@ class TrialCheckpointer:
     """Saves a single trial.
 
     Args:
-        checkpoints: checkpoints of the pool.
         name: name of the trial, for messages.
         path: the folder for the trial's checkpoints; None: no checkpoints.
-        labels: labels stored in each checkpoint.
 
     Attributes:
-        path: as given.
         has_any: whether a checkpoint of the trial exists or is being written.
     """
 

@@ -41,7 +41,6 @@ class DeviceLossHandler:
     """Handles the loss of devices.
 
     Args:
-        core: the pool's dispatcher.
         devices, pagers: live mappings by device name; devices added later appear in them.
         tell: called with the name of a lost device, under the pool's lock.
         faults: ends a supervised process without a working device; notes the first trial that lost a unit.

@@ -1,8 +1,8 @@
 """`DeviceReservations`: exclusive use of a device between two units, with all of its memory, for work that is not a unit.
 
 `Pool` (`pool/pool.py`) makes the `DeviceReservations`, and each `Worker` (`pool/runtime/worker.py`) holds the device's
-turn (`DeviceUseLock`) for a unit. `StepPlanner` (`fusion/runtime/step_planner.py`) borrows a GPU to profile a step, on
-whichever thread makes the plan, and `GroupJobLauncher` (`pool/fusion/group_jobs.py`) borrows a GPU to time a group
+turn (`DeviceUseLock`) for a unit. `StepPlanner` (`fusion/runtime/step_planner.py`) borrows a GPU to lay out or profile a
+step, on whichever thread makes the plan, and `GroupJobLauncher` (`pool/fusion/group_jobs.py`) borrows a GPU to time a group
 without a plan. Without exclusive use, the profile's memory would be missing from the ledger, kernels of unit and
 profile would alternate, the allocator's peak would include both, and either could run out of memory. CPU devices are
 not borrowed: a profile there reads the thread's own CPU time, and uses host memory.
@@ -57,9 +57,6 @@ class DeviceUseLock:
     @contextmanager
     def borrowed(self, name: str) -> Iterator[None]:
         """Hold the turn exclusively, for work that is not a unit.
-
-        Args:
-            name: name of the device, for the error.
 
         Raises:
             HydraTuneError: running units or another borrower do not end within a minute.

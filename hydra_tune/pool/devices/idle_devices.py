@@ -24,9 +24,6 @@ class PoolDeviceLender:
     """Answers trials whose steps can be split over devices.
 
     Args:
-        devices, pagers: devices and pagers of the pool, by name.
-        records: live jobs of the pool.
-        scheduler: scheduler of the pool.
         capacity_bytes: returns host memory for all jobs in bytes, the disk included.
         changed: lock of the pool, notified when host memory is given back.
     """

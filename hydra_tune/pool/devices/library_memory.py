@@ -19,12 +19,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class LedgerFitter:
-    """Fits a device's ledger to the memory left by its units.
-
-    Args:
-        device: the device.
-        pager: pager of the device.
-    """
+    """Fits a device's ledger to the memory left by its units."""
 
     def __init__(self, device: Device, pager: Pager) -> None:
         self._device = device

@@ -63,9 +63,6 @@ class NextUnitPredictor:
     """Predicts the next unit of each device.
 
     Args:
-        policy: policy of the scheduler.
-        scheduler: scheduler of the pool.
-        devices: names of the devices.
         records: live jobs of the pool, by key.
         lock: lock of the pool; the caller of `decided`, `added` or `lost` holds the lock, and `needs` takes the lock.
 
@@ -122,16 +119,7 @@ class NextUnitPredictor:
                 self._forget(command.job)
 
     def needs(self, record: PredictedJob, pending: PendingUnit, device: str) -> list[UnitMemoryNeeds]:
-        """Return the needs of the units after a unit that begins to compute.
-
-        Args:
-            record: the unit's job.
-            pending: the unit.
-            device: the unit's device; called on the device's worker thread.
-
-        Returns:
-            The needs of the next units, in their order.
-        """
+        """Return the needs of the units after a unit that begins to compute, in their order; on the device's worker thread."""
         # Units side by side have no common order. Read without the lock: only this thread touches the job's trial now.
         following = [] if record.is_spread else pending.following()
         due: list[PendingUnit | UpcomingUnit] = []
@@ -191,7 +179,6 @@ class NextUnitPredictor:
         ahead.notice_front()
 
     def _forget(self, job: str) -> None:
-        """Forget a job that is over."""
         self._ahead.notice(job)
         self._ahead.unclaim(job)
         self._concerned.discard(job)

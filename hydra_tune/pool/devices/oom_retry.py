@@ -30,15 +30,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class OutOfMemoryHandler:
-    """Handles real shortage of memory for a device's worker.
-
-    Args:
-        device: the device.
-        pager: pager of the device.
-
-    Attributes:
-        units_repeated: number of repeated units.
-    """
+    """Handles real shortage of memory for a device's worker."""
 
     def __init__(self, device: Device, pager: Pager) -> None:
         self.units_repeated = 0
@@ -47,11 +39,6 @@ class OutOfMemoryHandler:
 
     def run(self, trial: str, unit: PendingUnit, attempt: Callable[[], float]) -> float:
         """Run a unit, and repeat the unit if memory runs out.
-
-        Args:
-            trial: name of the trial.
-            unit: the unit.
-            attempt: runs the unit; returns seconds.
 
         Raises:
             OutOfMemoryError: memory ran out in the repeat, too, or the unit cannot be repeated.
@@ -101,7 +88,6 @@ class OutOfMemoryHandler:
         return self._device.reclaim()
 
     def _message(self, trial: str, unit: PendingUnit, error: Exception, outcome: str) -> str:
-        """Error message: needed and available memory, and remedies."""
         blocks = sum(block.nbytes for block in dict.fromkeys(unit.blocks()))
         needed, room = format_bytes(blocks + unit.workspace_bytes), format_bytes(unit.workspace_bytes)
         # Measured with the device emptied, so that blocks of other trials do not count as taken by other programs.

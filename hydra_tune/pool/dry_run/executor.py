@@ -125,7 +125,6 @@ class _RehearsedTrial:
 
     @property
     def unit(self) -> Unit | None:
-        """The due unit as the scheduler sees it."""
         return None if self.pending is None else unit_of(self.pending)
 
     def news(self) -> tuple[int, str | None] | None:
@@ -141,8 +140,6 @@ class _RehearsedTrial:
 
 
 class _RehearsedDevice:
-    """A rehearsed device: the device, its pager and its prefetch."""
-
     def __init__(self, device: WeightlessDevice, pager: Pager, *, sends_ahead: bool) -> None:
         self.device, self.pager = device, pager
         self.prefetch = BlockPrefetcher(pager) if sends_ahead else None
@@ -171,18 +168,10 @@ class PoolRehearsal:
 
     Args:
         trials: rehearsals by trial name, in the order of submission.
-        devices: devices without bytes.
-        policy: policy of the scheduler.
-        max_concurrent: most trials admitted at the same time.
-        admission: as of the scheduler.
-        num_steps: optimizer steps of each trial.
         sends_ahead: whether a device prefetches blocks of the next unit during compute.
-        stage: context of the whole rehearsal.
 
     Attributes:
-        pagers: pagers by device.
         seconds: virtual time of the last unit's end.
-        num_units: number of units run.
         deciding_seconds: CPU seconds of the scheduler and of the choice of blocks to prefetch.
         marks: cumulative bytes moved at the end of each step of any trial.
     """

@@ -83,7 +83,6 @@ class FusionForecaster:
     """Numbers the groups of a pool, and remembers measured times.
 
     Args:
-        budget_bytes: memory budget of each device in bytes.
         alone_on: returns a context in which no unit runs on a device, unless the device is the host.
     """
 
@@ -109,16 +108,8 @@ class FusionForecaster:
     ) -> FusionForecast:
         """Forecast whether a task can be computed together with tasks of the same kind.
 
-        Args:
-            task: the task.
-            built: the task's module and optimizer; only read.
-            prepared: the task's plan.
-            leaves: the task's first batch; only read.
-            library: the library that holds the plan.
-            device: device for measuring steps.
-            most: the largest number of members in a group.
-            probes: whether steps are measured.
-            profiled: number of trials for which a step is profiled; 0: no profile.
+        `built` (module and optimizer) and `leaves` (the first batch) are only read. With `probes`, steps of groups of at most
+        `most` members are measured on `device`. A step is profiled for `profiled` trials; 0: no profile.
         """
         fusion = self._joined(task, built, prepared, leaves, library, device, most=most, probes=probes)
         if probes and prepared.is_checked:

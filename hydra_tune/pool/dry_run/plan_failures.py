@@ -8,11 +8,7 @@ from hydra_tune.errors import ConfigError, HydraTuneError, TaskError
 
 
 class RehearsalError(ConfigError):
-    """A trial whose steps cannot be rehearsed, possibly beside other trials with working rehearsals.
-
-    Attributes:
-        name: name of the trial.
-    """
+    """A trial whose steps cannot be rehearsed, possibly beside other trials with working rehearsals."""
 
     def __init__(self, message: str, *, name: str) -> None:
         super().__init__(message)
@@ -22,9 +18,7 @@ class RehearsalError(ConfigError):
 def failure_of(name: str, error: Exception) -> HydraTuneError:
     """Return the error that explains why a trial cannot be planned.
 
-    Args:
-        name: name of the trial.
-        error: the error raised during planning, possibly by the trial's own code, which a plan runs as training does.
+    The error may come from the trial's own code, which a plan runs as training does.
     """
     if isinstance(error, HydraTuneError):
         return error

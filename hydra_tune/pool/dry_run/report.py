@@ -200,7 +200,7 @@ def forecast(
         tasks: tasks by name.
         library: plan library of the pool.
         architectures: numbers of the known architectures; new architectures are added.
-        known: forecasts of lone tasks; new forecasts are added.
+        known: forecasts of lone tasks with unchecked plans; new forecasts are added.
         fusion_of: returns the possible fused groups of a task.
         devices: devices of the run. The rehearsal computes nothing; timed steps run on a new CPU device like the first,
             and timed groups on the first device.
@@ -392,7 +392,6 @@ class _ForecastBuilder:
         )
 
     def perform(self, policy: Policy, *, max_concurrent: int, admission: str) -> PoolForecast:
-        """Rehearse, and return the observed forecast."""
         name, part = next(iter(self._parts.items()))
         if not self._is_known(part.key):
             result = self._performed(policy, max_concurrent=max_concurrent, admission=admission)

@@ -28,10 +28,9 @@ from hydra_tune.task import TrainTask
 
 
 class StepProfileCache:
-    """Makes and caches the profiles of a pool; called from a single thread, which computes like a device's worker.
+    """Makes and caches the profiles of a pool; called on the thread of a forecast, which has a single intra-op thread.
 
     Args:
-        budget_bytes: memory budget of each device in bytes.
         alone_on: returns a context in which no unit runs on a device, unless the device is the host.
     """
 
@@ -53,14 +52,7 @@ class StepProfileCache:
     ) -> StepFigures:
         """Return the memory use within a trial's step, and the cost in time of less memory.
 
-        Args:
-            task: a task of the kind.
-            built: module and optimizer of the task; only read.
-            prepared: plan of the task.
-            leaves: first batch of the task; only its geometry is read.
-            library: the library that holds the plan.
-            device: device that runs the step.
-            num_trials: number of trials that a device would train.
+        The module and optimizer in `built` are only read, and of the first batch, `leaves`, only the geometry.
 
         Raises:
             UnfusableError: the steps cannot be planned; with the reason.

@@ -22,6 +22,7 @@ A capture waits for such a loader, and computations behind the capture wait too,
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -80,11 +81,7 @@ class MemberLoaderSource(Protocol):
 
 
 class DrawingMember(Protocol):
-    """A member that is not the trial of a record.
-
-    Attributes:
-        job: the member's job.
-    """
+    """A member that is not the trial of a record."""
 
     job: Job
 
@@ -107,8 +104,6 @@ class LoaderWatchdog:
     """Watches the loaders of a pool's trials, on a thread of its own.
 
     Args:
-        core: the pool's dispatcher.
-        times: how long the pool waits for loaders.
         replace_worker: starts a new worker for a device; called under the pool's lock.
         replace_preparer: starts a new preparer in place of the given thread; called under the pool's lock.
         leaves_devices: whether a waiting trial leaves its device before the pool gives up on its loader.
@@ -156,15 +151,21 @@ class LoaderWatchdog:
         core = self._core
         clocks = self._clocks()
         for record in core.abandoned:
-            clock = _clock(record, clocks)
-            # Any other thread that draws is a device's only worker, which has begun to wait within the last second.
-            may_hang = record.is_detached or core.scheduler.phases.get(record.job.key) is JobPhase.PREPARING
-            if clock is None or not may_hang:
+            clock, trial = _clock(record, clocks), record.trial
+            if clock is None:
                 continue
             with core.changed:  # decides the race with a thread that comes back
+                if trial is not None and core.scheduler.phases.get(record.job.key) is not JobPhase.PREPARING:
+                    # The draw may have begun on a device's worker too late for `_detach`.
+                    with clock.under_way():
+                        if clock.seconds:
+                            trial.leave_device()
+                            record.is_detached, record.detached_ns = True, time.perf_counter_ns()
                 is_abandoned = clock.abandon()
                 record.is_abandoned |= is_abandoned
             if is_abandoned:
+                if trial is not None:
+                    trial.end_lease()
                 self._left_behind(record.job, clock)
 
     def is_left_behind(self, thread: threading.Thread) -> bool:

@@ -5,7 +5,8 @@ the trial that they hit. The trial continues from its last checkpoint, or begins
 most `max_retries` times. The results are bitwise equal either way. An error of the trial's own code is never retried.
 `JobDispatcher` (`pool/runtime/dispatcher.py`) asks `FaultRecovery` at the end of each job, before the job's keeper is
 closed; `pool/fusion/group_completion.py` decides likewise at the end of each carrier or member of a fused group.
-Workers and `DeviceLossHandler` (`pool/devices/device_failure.py`) ask `found_lost` and `may_be_the_devices`.
+Workers, `DeviceReservations` (`pool/devices/device_reservation.py`) and `DeviceLossHandler`
+(`pool/devices/device_failure.py`) ask `found_lost`; the handler asks `may_be_the_devices`, too.
 """
 
 import contextlib
@@ -90,11 +91,6 @@ class JobRetryAccount(Protocol):
 
 class FaultRecovery:
     """Decides which failed jobs begin again.
-
-    Args:
-        devices: devices of the pool, by name.
-        checkpoints: checkpoints of the pool.
-        log: event log of the pool, if any.
 
     Attributes:
         first_loser: name of the trial that computed on the first lost device, while another device worked on.

@@ -25,11 +25,7 @@ _END_SECONDS = 5.0  # longest wait for the thread's end: a call may hang in a us
 
 
 class BackgroundCallQueue:
-    """A queue of calls on a thread of its own, started when the first call is queued.
-
-    Args:
-        name: name of the thread.
-    """
+    """A queue of calls on a thread of its own, started when the first call is queued."""
 
     def __init__(self, name: str) -> None:
         self._name = name

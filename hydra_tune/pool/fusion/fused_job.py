@@ -25,32 +25,27 @@ class FusedJob:
 
     Args:
         job: the job as the driver sees it.
-        keeper: saves the job's trial.
-        begin: returns the saved state to continue from, if any.
-        priority: priority of the carrier.
         max_retries: how often the job may begin again after faults of the system.
-        staggered: whether the carrier is a staggered job of the pool.
         fusion_size: the most members of a group that this job forms; None: as many as of any job.
 
     Attributes:
-        carrier: the pool's job that runs this job, alone or in a group; None while there is no carrier.
+        carrier: the pool's job that runs this job, alone or in a group; None while there is no carrier, also where the
+            job's own carrier has ended before another carrier has decided whether to keep the job.
         ticket: identifies the latest carrier; a carrier with an older ticket runs nothing.
         stop: the end requested by the driver, if any.
         trial: the job's own trial, once built.
         key: the fusion key, once known; for a trial that cannot be fused, an object equal to no key.
-        why_apart: reason for which the latest comparison with a job of the same key has failed; "" if none has.
+        why_apart: reason of the latest failed comparison with a job of the same key; "" if none has failed.
         seat: the job's present or former slot in a group; None before the first slot.
         is_seated: whether the job holds the slot now.
-        is_taken: whether another job's carrier has taken, or is about to take, the job.
-        is_building: whether the trial is being built for a group with room.
+        is_taken: whether another job's carrier, or a running group, has taken the job.
+        is_building: whether the trial is being built and compared for another job's group.
         is_forming: whether the job's carrier is looking for other members.
-        is_offered: whether this carrier waits, and another carrier may take the job.
+        is_offered: whether the job's carrier waits, and another carrier may take the job.
         most: how many jobs of the same kind may form a group, or a pair of groups that take turns; 0: not determined
             yet.
         each: members of the larger group of such a pair; 0: as many as `most`.
         kept: members of a group that fits a device without a plan, to fall back to from planned steps; 0: no such group.
-        told: the last report announced to the driver.
-        faults: the job's faults so far.
         candidate: the job's trial during the comparison with another job's trial.
         loader_error: the error of the job if its data loader is interrupted.
     """

@@ -37,9 +37,6 @@ class FusedPool:
     """Takes jobs for a pool, and lets the pool run the jobs in fused groups.
 
     Args:
-        pool: runs the groups.
-        library: plan library of the pool.
-        most: the largest number of members in a group.
         chooser: decides whether trials gain by fusion; None: all compatible trials are fused.
         backend: backend of `torch.compile` for the steps of groups; None: steps are not compiled.
         plans_steps: whether groups too large for a device run planned steps: "auto" where planned steps should be

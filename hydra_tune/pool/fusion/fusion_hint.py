@@ -40,12 +40,7 @@ class FusionAdvisor:
         self._seen: WeakSet[Trial] = WeakSet()  # weak: a hint must not keep models alive
 
     def look(self, trial: Trial, num_trials: int) -> None:
-        """Look at a trial after a unit; the trial's worker calls on the worker's own thread.
-
-        Args:
-            trial: the trial.
-            num_trials: number of the pool's live trials, waiting trials included.
-        """
+        """Look at a trial after a unit, on the worker's thread, in a pool of `num_trials` live and waiting trials."""
         if isinstance(trial.task, LoopTask):  # never fused
             return
         steps, seconds = trial.progress.steps, trial.unit_times.total

@@ -41,12 +41,7 @@ class GroupJobSource(Protocol):
 
 
 class GroupEndHandler(GroupJobListener, GroupMemberListener):
-    """Handles the events of carriers, and the ends of members.
-
-    Args:
-        table: the jobs.
-        carrying: submits another carrier for jobs that continue.
-    """
+    """Handles the events of carriers, and the ends of members."""
 
     def __init__(self, table: FusedJobTable, carrying: GroupJobSource) -> None:
         self._table = table
@@ -158,7 +153,6 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
                 self._begin_from(entry, self._table.pool.last_saved(entry))
 
     def _begin_again(self, entry: FusedJob, error: BaseException) -> None:
-        """Begin a job again from its last saved state."""
         begin = self._table.pool.begin_again(entry, error)
         entry.faults = (*entry.faults, first_line(error))
         self._begin_from(entry, begin)
@@ -216,7 +210,7 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
         Also called right after the job has left, because the driver's request may have come in between.
         """
         with self._table.pool.changed:
-            is_aside = entry.seat is not None and not entry.is_seated and entry.carrier is None
+            is_aside = entry.seat is not None and not (entry.is_seated or entry.is_taken) and entry.carrier is None
             if not is_aside or (entry.stop is None and (entry.job.paused or entry.job.state == "waiting")):
                 return
         self._carrying.carry_anew(entry)

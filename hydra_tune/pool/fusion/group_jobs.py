@@ -53,14 +53,13 @@ from hydra_tune.train.timing.shared_times import SharedUnitTimes
 from hydra_tune.train.trial import Trial
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
-_PATIENCE_SECONDS = 10.0  # until a carrier no longer waits for another carrier that forms a group
+_PATIENCE_SECONDS = 10.0  # until a carrier no longer waits for another carrier, which may hang in a user's code
 
 
 class _AbsorbedTrial(Trial):
     """Stand-in for a trial that a group has taken over in the meantime; runs nothing."""
 
     def advance(self) -> None:
-        """End at once, as cancelled."""
         self.outcome = "cancelled"
 
 
@@ -68,15 +67,7 @@ class GroupJobLauncher:
     """Gives jobs carriers, and prepares the carriers' trials.
 
     Args:
-        table: the jobs.
-        library: plan library of the pool.
-        most: the largest number of members in a group.
-        chooser: as of `GroupMatcher`.
-        backend: backend of `torch.compile` for the steps of groups; None: steps are not compiled.
         plans_steps: as `fusion_planner` of `ExecutorSettings`.
-
-    Attributes:
-        ends: handles the ends of carriers and members.
     """
 
     def __init__(
@@ -99,7 +90,7 @@ class GroupJobLauncher:
             self._planner = StepPlanner(table.pool.budget_bytes, library.budget.alignment, lambda: table.pool.stands)
             num_devices = len(table.pool.device_names)
             sizes = PlannedSizeChooser(self._plans, self._planner, insists=self._insists, num_devices=num_devices)
-        self._finder = GroupMatcher(table, self._plans, library, most, chooser, sizes)
+        self._finder = GroupMatcher(table, self._plans, library, most, chooser, sizes, self.carry_anew)
         self.ends = GroupEndHandler(table, self)
 
     def carry(self, entry: FusedJob) -> None:
@@ -137,11 +128,12 @@ class GroupJobLauncher:
     ) -> Trial:
         """Make the trial of a group, or of the job alone; called on the preparer's thread."""
         with self._table.pool.changed:
+            self._table.pool.changed.wait_for(lambda: entry.ticket is not ticket or entry.carrier is not None)
             self._table.pool.changed.wait_for(
-                lambda: entry.ticket is not ticket or (entry.carrier is not None and not entry.is_building)
+                lambda: entry.ticket is not ticket or not self._table.is_undecided(entry), _PATIENCE_SECONDS
             )
             # Checked again after the wait: meanwhile the job may have ended, joined a group, or got a newer carrier.
-            if entry.ticket is not ticket or entry.is_taken or entry.job.key not in self._table.entries:
+            if self._is_absorbed(entry, ticket) or entry.job.key not in self._table.entries:
                 return _AbsorbedTrial(task, library, device)
             entry.is_forming = True
             entry.job.enter("preparing")
@@ -192,16 +184,25 @@ class GroupJobLauncher:
                 entry.is_forming = entry.is_offered = False
                 self._table.pool.changed.notify_all()
 
+    def _is_absorbed(self, entry: FusedJob, ticket: object) -> bool:
+        """Return whether a carrier runs nothing, because another carrier has its job; under the lock.
+
+        While the other carrier is undecided, the job stays without a carrier; `GroupMatcher` asks for another carrier if
+        the job is put back.
+        """
+        if entry.ticket is not ticket:
+            return True
+        if self._table.is_undecided(entry):
+            entry.carrier = None
+        return entry.is_taken or entry.carrier is None
+
     def _takes_turn(self, entry: FusedJob, ticket: object, patience: float) -> bool:
-        """Wait until a job may form a group; return False if meanwhile another carrier has taken the job.
+        """Wait until a job may form a group; return False if another carrier has the job.
 
         Slow data loaders bring several jobs into preparation at once. The jobs form groups one after the other, and each
         waits for others of its kind whose first batch is still to come. Otherwise each job would find no other job to take.
 
-        Args:
-            entry: a job that can be fused.
-            ticket: the ticket of its carrier.
-            patience: longest wait in seconds for the first batches of others.
+        The job waits at most `patience` seconds for the first batches of others.
         """
         changed = self._table.pool.changed
 
@@ -221,11 +222,10 @@ class GroupJobLauncher:
             entry.is_offered = True
             changed.notify_all()
             changed.wait_for(may_form, patience)
-            # A carrier that has taken the job, or compares the job, decides first. Other carriers may hang in a user's code.
-            while not changed.wait_for(is_first, _PATIENCE_SECONDS) and (is_gone() or entry.is_building):
-                pass
+            # A carrier that has taken the job, or compares the job, decides first, unless that carrier takes too long.
+            changed.wait_for(is_first, _PATIENCE_SECONDS)
             entry.is_offered = False
-            if is_gone():
+            if self._is_absorbed(entry, ticket):
                 return False
             self._forming = entry
             return True

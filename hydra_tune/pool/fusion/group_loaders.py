@@ -5,7 +5,8 @@ times a second; `FusedPool` (`fused_pool.py`) gives the watch a `MemberLoaders`.
 pool's lock, and a clock's lock comes after the pool's. The module must not know how a group computes.
 
 Note: where members draw. A job in preparation draws its first batch on the preparer's thread, and is watched like any
-trial in preparation. A joiner draws on the `building` thread, which is replaced if the loader never returns. A member
+trial in preparation. A waiting job that a forming group compares draws on the thread of the group's preparer, which is
+not replaced meanwhile. A joiner draws on the `building` thread, which is replaced if the loader never returns. A member
 of a group draws on the thread that advances the group: the watch logs the loader and finally interrupts it. A loader
 that hangs in a system call blocks its whole group.
 """
@@ -33,7 +34,6 @@ class MemberLoaders(MemberLoaderSource):
     """Loaders of the jobs of a `FusedPool`.
 
     Args:
-        table: the jobs.
         looking: called when the thread that searches for members has been given up.
     """
 

@@ -12,7 +12,7 @@ the job never runs.
 
 import logging
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,12 +41,9 @@ class GroupMatcher:
     """Finds members for groups.
 
     Args:
-        table: the jobs.
-        plans: makes the groups' plans.
-        library: plan library of the pool.
-        most: the largest number of members in a group.
         chooser: decides whether trials gain by fusion; None: all compatible trials are fused.
         sizes: decides how many trials beyond a device's room form a group with planned steps; None: no planned steps.
+        carry_anew: submits another carrier for a job whose carrier has ended meanwhile.
 
     Attributes:
         last_submitted: time of the latest submission, by the monotonic clock.
@@ -60,6 +57,7 @@ class GroupMatcher:
         most: int,
         chooser: GroupSizeChooser | None,
         sizes: PlannedSizeChooser | None,
+        carry_anew: Callable[[FusedJob], None],
     ) -> None:
         self._table = table
         self._plans = plans
@@ -67,6 +65,7 @@ class GroupMatcher:
         self._most = most
         self._chooser = chooser
         self._sizes = sizes
+        self._carry_anew = carry_anew
         self.last_submitted = 0.0
 
     def build(self, entry: FusedJob, device: Device, *beside: Any) -> MemberTrial:
@@ -138,12 +137,7 @@ class GroupMatcher:
         return min(self._most if limit is None else limit.most, entry.fusion_size or self._most)
 
     def others(self, entry: FusedJob, wanted: MemberBatchRequest | None, device: Device) -> list[FusedJob]:
-        """Find the other members for a job's group.
-
-        Args:
-            entry: the job.
-            wanted: the job's first batch; None for a job that has begun in a group.
-            device: any device of the pool.
+        """Find the other members for a job's group; `wanted` is the first batch of a job that has not begun in a group.
 
         Raises:
             UnfusableError: the job has to run alone.
@@ -272,7 +266,6 @@ class GroupMatcher:
         taken: Sequence[FusedJob],
         chooser: GroupSizeChooser,
     ) -> GroupSizeChoice:
-        """Choose how many jobs to compute together, and log the choice."""
         member = entry.trial
         assert member is not None
         all_steps = _steps([entry, *taken])
@@ -305,14 +298,25 @@ class GroupMatcher:
         """Put taken jobs back among the waiting jobs."""
         for entry in reversed(taken):  # the counts of the job taken last can be undone first
             with self._table.pool.changed:
-                entry.is_taken = False
                 stop, carrier = entry.stop, entry.carrier
+                entry.is_taken = carrier is None  # `_put_back` puts back a job that has lost its carrier
                 keeps_trial = entry.is_offered or entry.seat is not None
-            if not keeps_trial:
+                self._table.pool.changed.notify_all()
+            if carrier is None:
+                self._put_back(entry)
+            elif not keeps_trial:
                 self.forget(entry)
             # A stop request that came while the job was taken did not reach the pool (`FusedPool.stop`).
             if stop is not None and carrier is not None:
                 self._table.pool.stop(carrier, stop)
+
+    def _put_back(self, entry: FusedJob) -> None:
+        """Give another carrier to a job whose carrier has ended while the job was compared or taken."""
+        # The trial was perhaps built for the carrier that has ended.
+        if entry.seat is None:
+            self.forget(entry)
+            entry.most = 0
+        self._carry_anew(entry)
 
     def _take(self, entry: FusedJob, first: MemberTrial | None, most: int, device: Device) -> list[FusedJob]:
         """Take waiting jobs with the same key as another job, and build them; no other group can take them any more.
@@ -361,9 +365,12 @@ class GroupMatcher:
             is_taken = is_alike and entry.is_free
             if is_taken:
                 entry.is_taken, entry.trial = True, member
+            has_carrier = entry.carrier is not None
             self._table.pool.changed.notify_all()
         if not is_taken and member is not None and entry.trial is None:
             member.discard()
+        if not has_carrier:
+            self._put_back(entry)
         return is_taken
 
     def _is_alike(self, entry: FusedJob, first: MemberTrial, member: MemberTrial | None) -> bool:
@@ -396,5 +403,4 @@ class GroupMatcher:
 
 
 def _steps(entries: Sequence[FusedJob]) -> list[float]:
-    """Remaining optimizer steps of each built job."""
     return [steps_of(entry.trial) for entry in entries if entry.trial is not None]

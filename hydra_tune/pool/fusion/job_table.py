@@ -31,9 +31,6 @@ class GroupSizeLimit:
 class FusedJobTable:
     """Live jobs and groups.
 
-    Args:
-        pool: runs the groups.
-
     Attributes:
         entries: the jobs by key, in the order of submission.
         groups: running groups by their carrier's key.
@@ -57,6 +54,10 @@ class FusedJobTable:
     def group_of(self, entry: FusedJob) -> LiveGroup | None:
         """Return the group in which a job has, or is promised, a slot."""
         return None if entry.carrier is None else self.groups.get(entry.carrier.key)
+
+    def is_undecided(self, entry: FusedJob) -> bool:
+        """Return whether another carrier compares a job, or has taken the job and not yet formed a group. Under the lock."""
+        return entry.is_building or (entry.is_taken and self.group_of(entry) is None)
 
     def group_for(self, entry: FusedJob, *, grows: bool) -> LiveGroup | None:
         """Return a group that a job may join, preferably one with a vacant slot. Under the lock."""

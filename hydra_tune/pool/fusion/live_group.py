@@ -53,7 +53,6 @@ class SmallerGroupFallback:
     """Alternative to planned steps: smaller groups that need no plan.
 
     Attributes:
-        size: members of each smaller group.
         seconds: measures a step of such a group now, given a member and a batch of the member.
         is_compared: whether such groups take over where planned steps prove slower.
     """
@@ -67,18 +66,16 @@ class LiveGroup:
     """A group with its present and future members; the `GroupDelegate` of the group's trial.
 
     Args:
-        pool: runs the group.
         carrier: the pool's job that runs the group.
         key: the fusion key of all members.
-        most: the largest number of members.
         keeping: receives news about members.
-        building: thread that makes plans for other sizes.
-        timer: thread that wakes the group at the end of a wait.
+        building: thread that makes plans for other sizes, and times smaller groups.
+        timer: thread that calls the pool, to wake the group and to send joiners back.
         unplanned: alternative to planned steps; None: the group needs no plan.
 
     Attributes:
         trial: the group's trial, once made.
-        entries: members that are not over.
+        entries: members that are not over and have not left.
         arrivals: members that join as soon as there is room.
         is_over: whether no job can join any more.
         goes_back_to: size of the unplanned groups in which the members continue after the end of this group; 0: the

@@ -30,14 +30,8 @@ def budget_of(
 ) -> ShardPlanConstraints:
     """Return the budget for which every model of a pool is cut.
 
-    Args:
-        devices: devices of the pool.
-        trials: most trials admitted at the same time.
-        host_bytes: host memory in bytes for all trials together.
-        buffer_fraction: as of `HydraExecutor`.
-        num_shards: as of `HydraExecutor`.
-        optimizer_placement: as of `HydraExecutor`.
-        stand_for_gpus: whether the devices stand for GPUs, which may be absent from this machine.
+    At most `trials` are admitted at the same time, and share `host_bytes` of host memory. With `stand_for_gpus` the devices
+    stand for GPUs, which may be absent from this machine.
     """
     has_cpu = any(device.torch_device.type == "cpu" for device in devices)
     return ShardPlanConstraints(

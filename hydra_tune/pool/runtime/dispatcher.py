@@ -7,8 +7,9 @@ lock. The dispatcher passes the resulting commands on: units go to the workers' 
 queue.
 
 Note: order. The memory of an ended job is given back after the lock is released (`release_all`), because closing a trial
-copies weights and runs the user's code. A block's lock may be held on entry to `moved` only, which therefore takes no
-lock. The dispatcher must not know how a unit runs or how a model is prepared.
+copies weights and runs the user's code. A block's lock may be held on entry to `moved`, which therefore takes no lock, and
+to a callback of `failure`, which has another thread end the job. The dispatcher must not know how a unit runs or how a
+model is prepared.
 """
 
 import contextlib
@@ -65,7 +66,6 @@ class JobDispatcher:
 
     Args:
         policy, max_concurrent, admission: arguments of the scheduler; see `Scheduler`.
-        devices: names of the devices.
         recorder: records decisions; None: nothing is recorded.
         sends_ahead: whether workers prefetch, and so ask for a device's next units.
         log: receives the fate of jobs; None: no log.

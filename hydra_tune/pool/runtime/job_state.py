@@ -96,13 +96,11 @@ class JobState:
     """A job in the pool.
 
     Args:
-        job: the job's public side.
         on_failure: called by other jobs' units when bytes of the job could not be kept.
         log: receives the job's reports; None: no log.
         keeper: saves the job; None: the job is not saved.
         begin: returns the saved state to continue from, if any; called when the job is prepared.
         max_retries: how often the job may begin again after faults of the system.
-        faults: the job's faults so far.
         repeats: for a job that begins again, the last report announced to the driver; None: no report yet.
         make_trial: factory of the job's trial, called with the arguments of `Trial`.
 
@@ -128,9 +126,9 @@ class JobState:
         begins_again: whether the job ends only to begin again.
         is_detached: whether the job's thread waits for the trial's loader while another worker serves the device.
         detached_ns: time of the last such wait's beginning, by the clock of `time.perf_counter_ns`.
-        is_abandoned: whether the pool has given up waiting for the detached thread.
-        has_to_end_burst: whether the scheduler wants the running burst to end after the present step.
-        turn: lock of whoever advances the trial, or saves the trial during the wait at a report.
+        is_abandoned: whether the pool has given up waiting for the thread that draws for the job.
+        has_to_end_burst: whether the running burst has to end after the present step, for another job or a leaving device.
+        turn: lock of the thread that advances, saves or ends the trial.
         telling: lock held from the end of a unit that ran beside others until the scheduler knows that the device is
             idle. Without the lock, a unit that becomes due in between and belongs on the device would go to another
             device.

@@ -36,10 +36,6 @@ def members_of_group(fusion: object, most: object) -> int:
 def check_fusion_acts(fusion: object, **options: object) -> None:
     """Refuse an option of fusion that does nothing, because nothing is fused.
 
-    Args:
-        fusion: option of the executor.
-        options: `fusion_size`, `fusion_compile` and `fusion_planner`, by name.
-
     Raises:
         ConfigError: an option has another value than the executor's default.
     """

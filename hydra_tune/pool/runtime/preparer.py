@@ -32,8 +32,6 @@ class JobPreparer:
     """Makes jobs ready to run.
 
     Args:
-        core: the pool's dispatcher.
-        library: the library that makes and caches plans.
         device: returns any working device of the pool, for allocating host memory.
         lender: offers devices to trials whose steps can be split.
         host: host tier that sends state beyond `host_bytes` to disk; None: the host has to hold all state.

@@ -20,14 +20,7 @@ from hydra_tune.simulate.recorded.recording import RecordedDevice, Recording
 
 
 class PoolRecorder:
-    """The recording of a pool, from its beginning.
-
-    Args:
-        devices: devices of the pool.
-        policy: name of the policy.
-        max_concurrent: number of jobs admitted at the same time.
-        admission: order of admission.
-    """
+    """The recording of a pool, from its beginning."""
 
     def __init__(self, devices: Sequence[Device], policy: str, max_concurrent: int, admission: str) -> None:
         self._devices = tuple(RecordedDevice(name=device.name, budget_bytes=device.budget_bytes) for device in devices)
@@ -60,15 +53,16 @@ class PoolRecorder:
 
     def recording(self) -> Recording:
         """Return the recording so far. Under the pool's lock."""
-        for turn in self._turns:
-            turn.settle()
+        turns = tuple(turn.so_far() for turn in list(self._turns))
+        releases = {job: turn.so_far() for job, turn in dict(self._releases).items()}
         return Recording(
             policy=self._policy,
             max_concurrent=self._max_concurrent,
             admission=self._admission,
             devices=self._devices,
             decisions=tuple(self._decisions),
-            turns=tuple(self._turns),
-            releases=dict(self._releases),
+            turns=turns,
+            releases=releases,
+            # Last: a turn notes the facts of a block before an action on the block.
             blocks=dict(self._facts),
         )

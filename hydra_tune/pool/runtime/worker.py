@@ -59,9 +59,6 @@ class Worker:
     """Runs units on a device.
 
     Args:
-        core: the pool's dispatcher.
-        device: the worker's device.
-        pager: pager of the device.
         instrument: returns a context manager, entered around every unit.
         recorder: records units; None: nothing is recorded.
         losses: handles the loss of the device.
@@ -132,7 +129,7 @@ class Worker:
             self._leave()
 
     def _leave(self) -> None:
-        """Write back and free the blocks of a device that leaves, working or lost."""
+        """Write back and free the blocks of a leaving device, or declare the loss of the device."""
         name = self._device.name
         try:
             self._pager.empty()

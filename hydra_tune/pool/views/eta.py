@@ -22,7 +22,6 @@ class TrialComputeTime:
     """A trial as compute time.
 
     Args:
-        done_seconds: seconds of compute done.
         left_seconds: seconds of compute still to come; None: unknown.
         is_over: whether the trial will run no further unit.
     """

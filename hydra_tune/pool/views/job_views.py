@@ -17,13 +17,7 @@ _BEFORE_TRAINING = frozenset({"queued", "preparing"})
 
 
 def with_progress(view: TrialView, job: Job, *, state: str) -> TrialView:
-    """View of a trial with a live job, as of now.
-
-    Args:
-        view: the trial's constant fields.
-        job: the job.
-        state: the state to show.
-    """
+    """View of a trial with a live job, as of now; `view` has the constant fields of the trial."""
     progress, metric = job.progress, job.task.metrics[0]
     value = progress.metrics.get(metric)
     return replace(
@@ -71,11 +65,7 @@ def with_outlook(
 ) -> SweepView:
     """View of a sweep with the forecast makespan and a lower bound of the makespan, as far as both are known.
 
-    Args:
-        view: the sweep.
-        forecaster: forecaster of the sweep.
-        num_unstarted: number of trials still to come, beside the trials in `view`; None: unknown.
-        stats: statistics of the pool.
+    `num_unstarted` counts the trials still to come, beside the trials in `view`; None: unknown.
     """
     outlook = forecaster.outlook(_works(view), num_unstarted, stats)
     if outlook is None:

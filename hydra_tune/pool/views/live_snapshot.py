@@ -1,7 +1,7 @@
 """`SweepMonitor`: a `SweepView` of a pool's jobs, for drivers in Python.
 
 `shown` (`live.py`) takes a snapshot each time the display is drawn; `HydraExecutor` (`hydra_tune/executor.py`) adds the
-pool's jobs at the start of `HydraExecutor.live`, and each new job after. The module must change no job.
+pool's jobs at the start of `HydraExecutor.live`, and each new job after.
 
 Note: lock. A monitor reads jobs under its own lock, and calls `ended` after releasing the lock.
 """
@@ -50,12 +50,7 @@ class SweepMonitor:
                 self._views[number] = TrialView(number=number, state=job.state, name=job.name, epochs=job.task.epochs)
 
     def snapshot(self, stats: PoolStats, *, is_over: bool = False) -> SweepView:
-        """Return the present view of the jobs.
-
-        Args:
-            stats: statistics of the pool.
-            is_over: whether the display has ended.
-        """
+        """Return the present view of the jobs."""
         with self._lock:
             ended_views = [self._look(number, job) for number, job in list(self._jobs.items())]
             view = SweepView(

@@ -1,7 +1,6 @@
 """`EarlyBinding`: binds a device's next job while the previous unit still runs, for comparison with late binding.
 
-Late binding is the default of the package; HYDRA binds early, for its double buffer. `LRTFPaper` (`lrtf_paper.py`)
-wraps each selection in an `EarlyBinding` when made with `idle_only=True`.
+`LRTFPaper` (`lrtf_paper.py`) wraps each selection in an `EarlyBinding` when made with `idle_only=True`.
 """
 
 from hydra_tune.schedule.policies.policy import JobView, Selection, SpeedAware
@@ -10,13 +9,9 @@ from hydra_tune.schedule.policies.policy import JobView, Selection, SpeedAware
 class EarlyBinding:
     """Wraps a selection, and asks the selection one unit ahead: a device's next job is chosen when a unit starts there.
 
-    The choice is among the jobs eligible at that moment, without the jobs bound to other devices. So the job that
-    starts never follows itself. A bound job waits for its device, even if another device becomes free. Only when no
-    unbound job is left may another device take a bound job, the earliest submitted first, because no device idles while
-    a job waits.
-
-    Args:
-        selection: the wrapped selection.
+    The choice is among the jobs eligible at that moment, without the jobs bound to other devices. A bound job waits for
+    its device, even if another device becomes free. Only when no unbound job is left may another device take a bound
+    job, the earliest submitted first, because no device idles while a job waits.
     """
 
     def __init__(self, selection: Selection) -> None:

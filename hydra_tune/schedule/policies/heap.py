@@ -17,8 +17,7 @@ _SPARE = 64  # a heap with fewer dead entries is not worth clearing
 class ViewHeap:
     """A heap with lazy removal: a removed entry stays until it reaches the top, or until most entries are dead.
 
-    Adding costs O(log n), the first entry costs only the dead entries above it, and memory stays proportional to the
-    number of jobs. Equal numbers are in the order of submission.
+    Memory stays proportional to the number of jobs. Equal numbers are in the order of submission.
     """
 
     __slots__ = ("_entries", "_live", "_serial")

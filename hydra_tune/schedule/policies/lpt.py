@@ -15,9 +15,8 @@ from hydra_tune.schedule.policies.policy import IncrementalPolicy, JobView, Sele
 class LPT(IncrementalPolicy):
     """A device keeps its job until the job is over, and then takes the longest job that no device has.
 
-    The rule never makes a device idle. While a device's job waits for an answer, the device begins another job, and
-    keeps that job from then on. Where every eligible job belongs to a busy device, the longest of them moves to the
-    idle device.
+    While a device's job waits for an answer, the device begins another job, and keeps that job from then on. Where
+    every eligible job belongs to a busy device, the longest of them moves to the idle device.
 
     Source:
         Graham, Bounds on Multiprocessing Timing Anomalies (1969), section 5.

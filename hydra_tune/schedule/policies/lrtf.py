@@ -2,8 +2,7 @@
 
 `make_policy` (`registry.py`) makes this policy for the name `"lrtf"`, the default; `PriorityLevels`
 (`schedule/levels.py`) asks the policy's selection for a job for each idle device. `RepetitionSkipper`
-(`simulate/engine/repeats.py`) relies on a policy that remembers no choice and compares differences of remaining times. The
-policy must not know devices' memory or blocks, and must use no torch, clock or thread.
+(`simulate/engine/repeats.py`) relies on a policy that remembers no choice and compares differences of remaining times.
 """
 
 import math

@@ -1,8 +1,7 @@
 """`LRTFPaper`: Sharded-LRTF as printed in the paper, for comparison.
 
 `make_policy` (`registry.py`) makes this policy for the name `"lrtf_paper"`; `PriorityLevels` (`schedule/levels.py`) asks
-the policy's selection for a job for each idle device. People import `LRTFPaper` from `hydra_tune.schedule`. A policy must
-not know devices' memory or blocks.
+the policy's selection for a job for each idle device. People import `LRTFPaper` from `hydra_tune.schedule`.
 """
 
 from collections.abc import Sequence

@@ -2,18 +2,16 @@
 
 The scheduler (`schedule/machine.py`) asks the policy for each unit of a job that has no other running unit, when the
 device is free and not earlier: bytes may have been prefetched, but no choice was made. Only a selection with `bound_to`
-(`early.py`) chooses earlier. `NextJobPredictor`
-(`schedule/ahead.py`) asks selections of its own, for predictions that bind nobody. The policy sees only `JobView` objects
-and names and speeds of devices, so the same policy can drive a real pool and a simulated one.
+(`early.py`) chooses earlier. `NextJobPredictor` (`schedule/ahead.py`) asks selections of its own, for predictions that
+bind nobody.
 
 Note: two ways to write a policy. `Policy` is a single method that receives every eligible job on each call. A single
-method is enough for a few hundred jobs, and states the rule most clearly. `IncrementalPolicy` makes a `Selection`. A
-selection hears of each job that becomes eligible or ceases to be, and so can keep the jobs in order: the cost of a
-choice need not grow with the number of jobs. All policies of this package are incremental, and offer `choose`, too.
+method is enough for a few hundred jobs. `IncrementalPolicy` makes a `Selection`. A selection hears of each job that
+becomes eligible or ceases to be, and so can keep the jobs in order: the cost of a choice need not grow with the number
+of jobs. All policies of this package are incremental, and offer `choose`, too.
 
 Note: priorities. `PriorityLevels` never asks for a job of lower priority while a job of higher priority is eligible, as
-each level has a selection of its own (`schedule/levels.py`), so no policy needs to look at priorities. A policy must not
-know devices' memory or blocks.
+each level has a selection of its own (`schedule/levels.py`), so no policy needs to look at priorities.
 """
 
 from abc import ABC, abstractmethod
@@ -25,8 +23,6 @@ from hydra_tune.schedule.units import Unit
 
 class JobView(NamedTuple):
     """An eligible job: a unit is ready, none of the job's units runs, and the job is not stopped, waiting or paused.
-
-    A tuple, because the scheduler makes a view for every unit, and tuples are fast to make.
 
     Args:
         job: name of the job.
@@ -72,8 +68,8 @@ class Policy(Protocol):
     def choose(self, device: str, candidates: Sequence[JobView]) -> JobView:
         """Choose the next job of `device`.
 
-        The policy chooses a job, not a place: if the chosen job's shard is on another idle device, the unit goes there,
-        and the scheduler asks about `device` again.
+        The policy chooses a job, not a place: if the chosen job's shard is on another idle device of the same speed,
+        the unit goes there, and the scheduler asks about `device` again.
 
         Args:
             device: an idle device.
@@ -108,9 +104,6 @@ class Selection(Protocol):
     def choose(self, device: str) -> JobView:
         """Choose the next job of `device`; the scheduler then calls `remove` with the choice, and a predictor need not.
 
-        Args:
-            device: an idle device.
-
         Returns:
             One of the views added and not removed; there is at least one.
         """
@@ -137,9 +130,6 @@ class BindsEarly(Protocol):
 
     def bound_to(self, device: str) -> str | None:
         """Return the job already bound to a device.
-
-        Args:
-            device: the device.
 
         Returns:
             The job's name, if the job is eligible; None if no job is bound.

@@ -3,7 +3,6 @@
 `ExecutorSettings` (`pool/runtime/settings.py`) makes the policy when an executor is made, `simulate/engine/simulator.py`
 at the start of a simulation, and `simulate/recorded/replay.py` at the start of a replay. `cli/sweep_file/sweep_model.py`
 checks the name in a sweep file, and `cli/commands/sweep.py` and `cli/commands/simulate.py` check the name of an option.
-Callers import the functions from `hydra_tune.schedule`. The module must import no torch.
 """
 
 import difflib
@@ -66,9 +65,6 @@ def make_policy(policy: str | Policy) -> Policy:
 
 def check_policy_name(name: str) -> None:
     """Refuse an unknown policy name, without running code of an installed package.
-
-    Args:
-        name: a name in `POLICIES`, or of an entry point in the group `ENTRY_POINTS`.
 
     Raises:
         ConfigError: an unknown name.

@@ -1,10 +1,10 @@
 """Analyses a captured graph: results, lifetimes and overwrites of each node, and the positions of allowed cuts.
 
-The analysis runs the graph once on fake tensors, so nothing is computed and nothing is allocated. A cut is a position
-between two nodes. A cut is allowed where the crossing values are plain tensors whose storages are not overwritten later
-behind the back of another value (see `_overwrite_hazards`). `PlanLibrary` (`shard/partition/plan_cache.py`) calls
-`analyse` after each capture; the pilot (`shard/cost/pilot.py`), the partitioners (`shard/partition/partitioner.py`) and
-the splitter (`shard/partition/subgraph.py`) read the `GraphAnalysis`.
+A cut is a position between two nodes. A cut is allowed where the crossing values are plain tensors whose storages are
+not overwritten later behind the back of another value (see `_overwrite_hazards`). `PlanLibrary`
+(`shard/partition/plan_cache.py`) calls `analyse` after each capture; the pilot (`shard/cost/pilot.py`), the
+partitioners (`shard/partition/partitioner.py`) and the splitter (`shard/partition/subgraph.py`) read the
+`GraphAnalysis`.
 """
 
 from collections import defaultdict
@@ -114,10 +114,7 @@ def placeholders(
 def analyse(captured: CapturedStepGraph, specs: dict[str, StateSpec], batch: tuple[Tensor, ...]) -> GraphAnalysis:
     """Run the graph on fake tensors and find the allowed cuts.
 
-    Args:
-        captured: the graph.
-        specs: the model's state by canonical name.
-        batch: tensors of a batch, for their geometry only.
+    Of `batch`, only the geometry is used.
 
     Raises:
         CaptureError: the graph overwrites a parameter or its batch, so that no part could be computed a second time.

@@ -18,10 +18,6 @@ from hydra_tune.shard.capture.step_capture import named_state
 def check_state(before: Mapping[str, Tensor], model: nn.Module) -> None:
     """Refuse a model whose code has added, removed or replaced parameters or buffers.
 
-    Args:
-        before: the model's parameters and buffers before its code ran.
-        model: the model after its code has run.
-
     Raises:
         TaskError: a tensor was added, removed or replaced; the message gives the name and a remedy.
     """
@@ -48,10 +44,7 @@ def check_still_frozen(frozen: Mapping[str, Tensor]) -> None:
 
     Gradients, optimizer state and their memory are planned for the parameters that require gradients at the start of a
     trial. Freezing such a parameter later, and thawing the parameter again, equals not using the parameter and needs no
-    plan.
-
-    Args:
-        frozen: parameters without gradients at the start of the trial.
+    plan. `frozen` has the parameters without gradients at the start of the trial.
 
     Raises:
         TaskError: such a parameter requires gradients now.

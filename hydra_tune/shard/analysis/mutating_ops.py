@@ -1,8 +1,7 @@
 """Finds operators that only overwrite an existing tensor: on tensors without bytes such operators change nothing.
 
-Following such operators on fake tensors would take far longer than the result is worth: an optimizer's update consists
-of little else. `RehearsalFakeMode` (`shard/fake/fake_world.py`) and the pilot of updates (`shard/cost/update_pilot.py`)
-ask before each operator, and skip such operators.
+`RehearsalFakeMode` (`shard/fake/fake_world.py`) and the pilot of updates (`shard/cost/update_pilot.py`) ask before each
+operator, and skip such operators.
 """
 
 import functools
@@ -20,10 +19,6 @@ _COPYING = (_ATEN.copy_.default, _ATEN.fill_.Scalar, _ATEN.fill_.Tensor, _ATEN.z
 
 def overwritten(func: Any, args: Any) -> Tensor | None:
     """Return the first argument of an operator that only overwrites its elements, if the argument has no bytes.
-
-    Args:
-        func: the operator.
-        args: positional arguments of the operator.
 
     Returns:
         The operator's result; None if the operator must run.

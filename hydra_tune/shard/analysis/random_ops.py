@@ -1,10 +1,9 @@
 """Finds the nodes of a captured graph that draw random numbers, and names the arguments of nodes.
 
-`analyse` (`graph_analysis.py`) asks about each node of a new capture, and `opaque_call`
-(`shard/capture/opaque_call.py`) about each operator of a user's own Function. `rng_consumption.py` asks when the draws of
-a graph are counted, and `shard/verify/value_numbering.py` when a plan is checked. The modules of `fusion/` ask when graphs
-of trials are compared or stacked, and `planner/trace/step_graph.py` when a step is traced. The module only reads graphs, and
-must not cut or change a graph.
+`analyse` (`graph_analysis.py`) asks about each node of a new capture, and `opaque_call` (`shard/capture/opaque_call.py`)
+about each operator of a user's own Function. `rng_consumption.py` asks when the draws of a graph are counted, and
+`shard/verify/value_numbering.py` when a plan is checked. The modules of `fusion/` ask when graphs of trials are compared
+or stacked, and `planner/trace/step_graph.py` when a step is traced.
 """
 
 from collections.abc import Mapping, Sequence

@@ -48,7 +48,6 @@ class CountedRandomOpFinder(fx.Interpreter):
     """Runs a graph and finds its counted random operators on the way.
 
     Args:
-        module: the graph.
         draws: receives the counted operators.
     """
 

@@ -1,13 +1,12 @@
 """Batches as trees: their tensor leaves, and the signature for which a capture is valid.
 
-An exported graph is valid for a single batch structure: shapes, strides, dtypes, containers and every plain Python value
-of the batch are baked into the graph. The signature holds all of these.
+The signature holds all that a graph bakes in: shapes, strides, dtypes, containers and every plain Python value.
 
 `SingleTrial` (`train/single_trial.py`) flattens each batch before looking up a plan, `OwnCodeTrial`
 (`train/own_code_trial.py`) the pieces for which a plan may be found, `MemberBatchRequest` (`fusion/group/member.py`) each
 batch of a fused trial, and `PlanLibrary` (`shard/partition/plan_cache.py`) the batch for which a plan is made. Pilot runs
 (`shard/cost/eager_pilot.py`), checks (`shard/verify/`) and `train/data/index_gather.py` flatten batches as well. Checks and
-checkpoints compare tensors by `same_bits`. The module must not know budgets or cuts.
+checkpoints compare tensors by `same_bits`.
 
 Note: threads. Any thread may flatten a batch: a lock covers the registration of dataclasses with torch alone.
 """
@@ -314,6 +313,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     # The bytes of a tensor with a conjugate or negative flag differ from its values.
     left, right = (each.detach().resolve_conj().resolve_neg().contiguous() for each in (a, b))
     if left.is_cpu and right.is_cpu:
-        # Not an operator: dispatch modes around a unit do not see the comparison, and no memory is allocated.
+        # By `memcmp`, which dispatch modes around a unit do not see.
         return not _MEMCMP(left.data_ptr(), right.data_ptr(), left.numel() * left.element_size())
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))

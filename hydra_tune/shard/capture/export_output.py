@@ -8,31 +8,30 @@ only a holder of the gate (`capture_lock.py`) that is alone may enter the contex
 silences the calling thread alone.
 """
 
-import io
 import logging
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
 _TALKERS = ("torch.fx.experimental.symbolic_shapes", "torch.export")
 
 
-class _ThreadMutedStream(io.TextIOBase):
-    """Passes on writes of other threads, and drops writes of the thread that created the object."""
+class _ThreadMutedStream:
+    """Passes on what other threads do with a stream, and drops writes of the thread that created the object."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._muted = threading.get_ident()
 
     def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._muted else self._stream.write(text)
+        return str.__len__(text) if threading.get_ident() == self._muted else self._stream.write(text)
 
-    def flush(self) -> None:
-        self._stream.flush()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _ThreadMuteFilter(logging.Filter):
@@ -61,11 +60,7 @@ _FAKES = _ThreadMuteFilter()
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Silence this thread's log lines of torch's fake tensors, e.g. about a refusing operator: the raised error says the same.
-
-    For callers that try code that may fail, or run the user's code for the first time; wrong shapes in the code raise
-    their own error in the following eager run.
-    """
+    """Silence this thread's log lines of torch's fake tensors, e.g. about a refusing operator."""
     logging.getLogger(_FAKE_TENSORS).addFilter(_FAKES)  # added once, however often called; lines of other threads pass
     with _FAKES.asked():
         yield
@@ -77,7 +72,7 @@ def quiet_export() -> Iterator[None]:
     talkers = [logging.getLogger(name) for name in _TALKERS]
     levels = [talker.level for talker in talkers]
     # The redirection holds for all threads, hence a stream that drops the text of this thread only.
-    with quiet_fakes(), warnings.catch_warnings(), redirect_stderr(_ThreadMutedStream(sys.stderr)):
+    with quiet_fakes(), warnings.catch_warnings(), redirect_stderr(cast("TextIO", _ThreadMutedStream(sys.stderr))):
         warnings.simplefilter("ignore")
         for talker in talkers:
             talker.setLevel(logging.ERROR)

@@ -7,14 +7,11 @@ alone, without its closure, and an attribute that is a Python module by its name
 (`shard/partition/plan_request.py`) and `MemberTrial` (`fusion/group/member.py`) therefore add the digest of a
 `PythonStateGuard`, which follows more of the user's values. A model with an object that has no key is captured afresh.
 
-`key_of` makes the key at each request for a plan, `fusion/matching/fusion_key.py` once a trial that may join a group is
+`key_of` makes the key of a request for a plan, `fusion/matching/fusion_key.py` once a trial that may join a group is
 built, and `pool/dry_run/report.py` for each trial of a forecast. `MemberTrial` makes a key of a member's model, too.
 `shard/cost/update_pilot.py` keeps its measurements by `optimizer_key`, and the keys of plans contain the result.
 
-A key lives as long as a plan, and must not hold a tensor. The module must not know budgets or cuts.
-
-Example: two trials that differ only in the learning rate have the same key. Another hidden size gives another key, and so
-does an edited helper function that the model's forward calls.
+A key lives as long as a plan, and must not hold a tensor.
 """
 
 import collections
@@ -39,10 +36,11 @@ from hydra_tune.shard.python_state.code_names import (
     global_names,
     is_installed,
     is_package_code,
+    makes_up_names,
     mentioned_names,
     stands_in_its_module,
 )
-from hydra_tune.shard.python_state.value_holder import bytes_of
+from hydra_tune.shard.python_state.value_holder import PLAIN, bytes_of
 from hydra_tune.task import TrainTask
 
 _COMPILED = "_torchdynamo_orig_callable"
@@ -81,11 +79,7 @@ def architecture_key(task: TrainTask, model: nn.Module) -> Hashable | None:
 
 
 def optimizer_key(optimizer: torch.optim.Optimizer) -> Hashable:
-    """Properties of an optimizer that decide its state and temporaries: class, group sizes and settings.
-
-    Of a rate, only whether the rate is 0 counts. An integer counts by value, because an integer may be a size;
-    so do a text and None.
-    """
+    """Properties of an optimizer that decide its state and temporaries: class, group sizes and settings."""
     groups = tuple(
         tuple(sorted((key, type(value).__name__, _switch(value)) for key, value in group.items() if key != "params"))
         for group in optimizer.param_groups
@@ -99,7 +93,10 @@ def _switch(value: object) -> str:
     if isinstance(value, Tensor):
         return "tensor"
     # A rate: only a rate of 0 changes the memory, as an SGD without momentum has no state.
-    return str(bool(value))
+    try:
+        return str(bool(value))
+    except Exception:  # noqa: BLE001 - such as an array, which has no truth; its class is in the key
+        return ""
 
 
 def _module(module: nn.Module, seen: dict[int, int], depth: int, *, contents: bool) -> Hashable:
@@ -296,6 +293,8 @@ def _python_module(module: types.ModuleType, code: types.CodeType, seen: dict[in
     if is_installed(module.__name__):
         return ("module", module.__name__)
     content = vars(module)
+    if makes_up_names(code):
+        names |= {name for name, value in content.items() if isinstance(value, PLAIN) and name[:2] != "__"}
     named = tuple((name, _value(content[name], seen, depth)) for name in sorted(names) if name in content)
     return ("module", module.__name__, named)
 
@@ -364,6 +363,11 @@ def _constant_module(value: nn.Module, seen: dict[int, int], depth: int) -> Hash
     return _module(value, seen, depth, contents=True)
 
 
+def _range(value: range, seen: dict[int, int], depth: int) -> Hashable:
+    del seen, depth
+    return (range, value.start, value.stop, value.step)
+
+
 def _library(value: types.ModuleType, seen: dict[int, int], depth: int) -> Hashable:
     del seen, depth
     return ("module", value.__name__)
@@ -374,7 +378,8 @@ _BY_TYPE: tuple[tuple[Any, Callable[[Any, dict[int, int], int], Hashable]], ...]
     ((types.ModuleType,), _library),
     ((Tensor,), _tensor),
     ((nn.Module,), _constant_module),
-    ((tuple, list, range, collections.deque), _sequence),
+    ((range,), _range),
+    ((tuple, list, collections.deque), _sequence),
     ((set, frozenset), _set),
     ((weakref.ref,), _reference),
     ((Mapping,), _mapping),

@@ -10,7 +10,7 @@ A capture has such modes anyway. An eager run, with which the capture is compare
 step within the same `preparing_for_gpus` has named a GPU or used a tensor there, or if no step has run yet.
 
 Note: threads and writes. `preparing_for_gpus` holds for the calling thread alone. A step may read a tensor on a GPU, and
-must not write such a tensor: the write would go to the copy. The module must not know budgets or cuts.
+must not write such a tensor: the write would go to the copy.
 """
 
 from collections.abc import Iterator

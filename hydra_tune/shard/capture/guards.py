@@ -1,13 +1,11 @@
 """Guards: record the questions of a step's Python about the batch's values, and ask the questions again for other batches.
 
 Code that asks `mask.all()` takes another path for another batch, but a capture follows a single path. If the answers
-follow from the batch alone, the questions can be asked of every batch beforehand. The recorder notes, during an eager
-run, the operators that lead from the batch to each answer; a `BatchValueGuard` replays the operators on another batch.
-A plan then serves the batches with the same answers, and other batches have another plan. Questions about anything else
-(parameters, random numbers) are not answered here. `run_eager` (`shard/verify/step_outcome.py`) records a guard while a
-new plan is checked, and `ask` (`value_replay.py`) follows an eager run with a recorder alone.
-`shard/partition/plan_cache.py` and `train/loop/plan_cache.py` ask the guard before the plan serves another batch, inside
-the gate, because a guard computes.
+follow from the batch alone, the questions can be asked of every batch beforehand. A plan then serves the batches with
+the same answers, and other batches have another plan. Questions about anything else (parameters, random numbers) are not
+answered here. `run_eager` (`shard/verify/step_outcome.py`) records a guard while a new plan is checked, and `ask`
+(`value_replay.py`) follows an eager run with a recorder alone. `shard/partition/plan_cache.py` and
+`train/loop/plan_cache.py` ask the guard before the plan serves another batch, inside the gate, because a guard computes.
 """
 
 from collections.abc import Mapping, Sequence

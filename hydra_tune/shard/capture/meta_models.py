@@ -7,7 +7,7 @@ Small tensors are real, so that a factory can read values computed from small te
 (`shard/partition/trial_step.py`) makes a copy in memory that nobody touches, for a plan check without values.
 
 Such a model is forecast and never trained. Trials and plan caches ask `is_unbuilt`, and must then neither run such a model
-whole nor ask the model's code for answers, and a trial's plan cache sets no guard. The module must not know budgets or cuts.
+whole nor ask the model's code for answers, and a trial's plan cache sets no guard.
 """
 
 from collections.abc import Mapping, Sequence

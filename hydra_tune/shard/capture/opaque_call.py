@@ -40,7 +40,6 @@ class OpaqueCall:
         arguments: arguments of `apply`, with `_TENSOR` in the place of tensors.
 
     Attributes:
-        function: as given.
         is_single: whether the Function returns a tensor, and no tuple.
         reads_state: whether the Function reads Python state, which may have changed before a batch that waits is run.
         keeps_tensors: whether the Function keeps tensors beside those of `save_for_backward`. Nobody could move such
@@ -90,10 +89,7 @@ class OpaqueCall:
 def opaque_call(function: type[Function], arguments: Sequence[object], keywords: Mapping[str, object]) -> OpaqueCall:
     """Return the node's function for a call of a Function, after a trial of the call on tensors without values.
 
-    Args:
-        function: the Function.
-        arguments: positional arguments of `apply`; only the geometry of tensors counts.
-        keywords: arguments of `apply` by name.
+    Of tensors among the arguments, only the geometry counts.
 
     Raises:
         NotOpaqueError: the call must not be a node; the message says why.
@@ -134,11 +130,7 @@ def opaque_call(function: type[Function], arguments: Sequence[object], keywords:
 
 
 class _ArgumentWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operators that no graph could repeat from the arguments alone.
-
-    Args:
-        arguments: the tensors given to the Function.
-    """
+    """Refuses operators that no graph could repeat from the arguments alone."""
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -4,8 +4,7 @@ A call of the user's own Function becomes an `OpaqueCall`, a node that no cut di
 Function of torch, is left out: its region is captured like other code, as units compute their forward again anyway. Other
 Functions of torch's own are traced as usual. `capture` (`step_capture.py`) exports each step within `own_functions`, and
 calls `put_calls` there. `opaque_calls` lists a graph's calls for the cuts (`shard/partition/subgraph.py`,
-`shard/partition/plan_cache.py`), the pilot (`shard/cost/pilot.py`) and the checks (`shard/verify/step_outcome.py`). The
-module must not know budgets or cuts.
+`shard/partition/plan_cache.py`), the pilot (`shard/cost/pilot.py`) and the checks (`shard/verify/step_outcome.py`).
 
 Note: locks. `_CALLS` and the replaced `apply` belong to the whole process, so a capture holds the capture gate alone. On
 threads other than the capture's, `apply` works as ever.

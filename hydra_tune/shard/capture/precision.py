@@ -8,8 +8,7 @@ once, except by a recurrent operator, are left to autocast. `cut_shard` (`shard/
 shard in `under_autocast`, and `captured_graph` (`shard/partition/trial_step.py`) calls `share_casts` after each
 capture. `train/loop/direct.py` and `shard/execute/eager_plan.py` run the user's own steps in `eager_autocast`; so do
 the checks and measurements of such steps (`shard/verify/step_outcome.py`, `shard/cost/eager_pilot.py`,
-`value_replay.py`). Stacked operators (`fusion/batching/`) use `autocast` and `without_autocast`. The module must not
-know budgets or cuts.
+`value_replay.py`). Stacked operators (`fusion/batching/`) use `autocast` and `without_autocast`.
 
 Note: torch keeps a process-wide cache of casts and clears the cache when any thread leaves a `torch.autocast` region.
 Regions of captured code neither use nor clear the cache, because other threads may be in eager code that relies on the

@@ -1,24 +1,25 @@
 """Captures model and step as a flat graph of aten operators, by `torch.export(strict=False)`.
 
 The graph takes state, constants and batch tensors as inputs and holds no tensor of any trial, so a capture serves every
-trial of the same architecture. The module knows nothing of cutting or memory. `captured_graph`
-(`shard/partition/trial_step.py`) calls `capture` for each new kind of batch; the pilot (`shard/cost/pilot.py`) and the
-splitter (`shard/partition/subgraph.py`) then read the `CapturedStepGraph` while a plan is made. The modules of `train/`
-and `fusion/` list a model's tensors by `named_state`, in the same order and under the same names. The names must not change,
-because saved checkpoints have the tensors under these names. Modules that refuse a step word the reason by `describe`.
+trial of the same architecture. `captured_graph` (`shard/partition/trial_step.py`) calls `capture`; the pilot
+(`shard/cost/pilot.py`) and the splitter (`shard/partition/subgraph.py`) then read the `CapturedStepGraph` while a plan is
+made. The modules of `train/` and `fusion/` list a model's tensors by `named_state`, in the same order and under the same
+names. The names must not change, because saved checkpoints have the tensors under these names. Modules that refuse a step
+word the reason by `describe`.
 
 Note: `capture` changes flags of torch, `Function.apply` and `sys.stderr` for the whole process, so the caller holds the
 gate (`capture_lock.py`) alone.
 """
 
 import copy
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -34,11 +35,13 @@ from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.export_output import quiet_export
 from hydra_tune.shard.capture.own_functions import OwnFunctions, own_functions, put_calls
 from hydra_tune.shard.capture.step_module import MODEL_PREFIX, step_module
+from hydra_tune.shard.python_state.code_names import is_installed
 from hydra_tune.shard.python_state.number_inputs import NumberInputs, NumberInputTracer, traced_numbers
 from hydra_tune.shard.python_state.opened_files import FileHolder, noting_files
 from hydra_tune.shard.python_state.state_guard import PythonStateGuard
 from hydra_tune.task import Precision, TrainTask
 
+_Module = TypeVar("_Module", bound=nn.Module)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
@@ -95,14 +98,11 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from (named for named in model.named_buffers() if not is_lazy(named[1]))
 
 
-def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def copied_model(model: _Module, memo: dict[int, Any] | None = None) -> _Module:
     """Copy a model with the Python attributes of its parameters, which `copy.deepcopy` leaves out.
 
-    An attribute that cannot be copied stays away, and code that reads the attribute fails by its name.
-
-    Args:
-        model: the model.
-        memo: as of `copy.deepcopy`: copies made before, by the id of the original.
+    An attribute that cannot be copied stays away, and code that reads the attribute fails by its name. `memo`, as of
+    `copy.deepcopy`, has copies made before, by the id of the original.
     """
     memo = {} if memo is None else memo
     twin = copy.deepcopy(model, memo)
@@ -148,13 +148,9 @@ def capture(
 ) -> CapturedStepGraph:
     """Capture a step of a model; for a precision other than float32, call inside `precision.autocast`.
 
-    Args:
-        task: describes the step.
-        twin: a copy of the trial's model, which the capture may disturb.
-        batch: a batch of the shapes to capture for; the inputs of a `NumberedBatch` are filled.
-        mode: "train" or "evaluate".
-        answering: context around the step's code.
-        divides: whether the quotient of a tensor and a number has the bits of a quotient of two tensors.
+    `twin` is a copy of the trial's model, which the capture may disturb; the inputs of a `NumberedBatch` are filled.
+    `answering` is a context around the step's code. `divides`: whether the quotient of a tensor and a number has the
+    bits of a quotient of two tensors.
 
     Raises:
         CaptureError: `torch.export` could not capture the step; the message gives the reason and the user's line.
@@ -277,15 +273,59 @@ def _number_inputs(
         tracer.is_open = False
 
 
+class _TensorText(str):
+    """The text of a traced tensor, which has no values: code may print the text, and must not read anything from the text."""
+
+    __slots__ = ()
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    method = getattr(str, name)
+
+    def refuse(self: str, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)  # noqa: SLF001
+        # The streams of notebooks and progress bars measure what they print.
+        if is_installed(caller.f_globals.get("__name__")) or caller.f_code.co_name in ("write", "writelines"):
+            return method(self, *args, **kwargs)
+        raise CaptureError(
+            "the step reads the text of a tensor, str(tensor) or repr(tensor), which a graph cannot follow"
+        )
+
+    return refuse
+
+
+for _name in (
+    *(
+        "__contains__",
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__hash__",
+        "__getitem__",
+        "__iter__",
+    ),
+    *("__len__", "find", "index", "count", "startswith", "endswith", "split", "rsplit", "strip", "lstrip", "rstrip"),
+    *("partition", "rpartition", "splitlines", "replace", "removeprefix", "removesuffix", "lower", "upper", "encode"),
+):
+    setattr(_TensorText, _name, _refusing(_name))
+
+
 class _HookRefusalMode(TorchFunctionMode):
-    """Refuses hooks on activations: a graph has no hooks, and a check on a single batch may not notice the difference."""
+    """Refuses hooks on activations: a graph has no hooks, and a check on a single batch may not notice the difference.
+
+    Texts of tensors become a `_TensorText`.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.register_hook:
             raise CaptureError("the step registers a gradient hook on an activation, which a graph would not run")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        return _TensorText(result) if func is Tensor.__repr__ else result
 
 
 def _read(program: Any, twin: nn.Module, mode: str, precision: Precision) -> CapturedStepGraph:

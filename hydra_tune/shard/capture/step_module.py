@@ -34,10 +34,7 @@ def loss_itself(loss: Tensor) -> Tensor:
 
 
 def objective(divisor: int, scale: Tensor | None, share: float = 1.0) -> Objective:
-    """Return an objective: the loss times the share of a batch, over a divisor, times the loss scale.
-
-    The operations and their order are the same as in a plain loop, for equal rounding.
-    """
+    """Return an objective: the loss times the share of a batch, over a divisor, times the loss scale."""
 
     def from_loss(loss: Tensor) -> Tensor:
         # No multiplication by 1 and no division by 1: a plain loop has neither of the two operators.
@@ -72,10 +69,7 @@ def settle_buffers(before: list[tuple[nn.Module, str, Tensor]]) -> tuple[str, ..
     """Copy the values of buffers replaced by a forward (`self.scale = ...`) into the original tensors.
 
     A graph knows a buffer by its tensor. A buffer replaced by a tensor of another kind stays replaced, and is found
-    where the user's own code is checked.
-
-    Args:
-        before: the model's buffers before the forward, from `buffers_of`.
+    where the user's own code is checked. `before` comes from `buffers_of`.
 
     Returns:
         The names, in their modules, of the buffers that the forward has replaced.
@@ -233,14 +227,9 @@ def _tensor(name: str, value: object) -> Tensor | None:
 
 
 def step_module(task: TrainTask, model: nn.Module, mode: str, *, sets_mode: bool = True) -> TrainStep | EvaluateStep:
-    """Return the module to capture for `mode` ("train" or "evaluate").
+    """Return the module of a step in a mode ("train" or "evaluate"), to capture or to run.
 
-    Args:
-        task: describes the step.
-        model: the model of the step.
-        mode: "train" or "evaluate".
-        sets_mode: whether the model is switched to the mode, as where a pass begins; a later step of the pass goes on in
-            the modes that the earlier steps have left.
+    Without `sets_mode`, as for a later step of a pass, the model keeps the modes that earlier steps have left.
     """
     wrapper: TrainStep | EvaluateStep = TrainStep(model, task) if mode == "train" else EvaluateStep(model, task)
     if sets_mode:

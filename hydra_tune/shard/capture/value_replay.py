@@ -39,11 +39,7 @@ _UNSEEN = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__arr
 def ask(task: TrainTask, twin: nn.Module, mode: str, batch: Any) -> list[Answer]:
     """Run the forward of a step eagerly and note the questions of its Python about values.
 
-    Args:
-        task: describes the step.
-        twin: a copy of the trial's model; left in an undefined state.
-        mode: "train" or "evaluate".
-        batch: a batch; the step may change the batch.
+    `twin` is a copy of the trial's model, left in an undefined state; the step may change `batch`.
 
     Returns:
         The answers in order; empty if nothing was asked, or if a question does not follow from the batch alone.

@@ -8,8 +8,7 @@ room; otherwise the activations go to the host and come back, at the cost of two
 activations are kept if keeping saves more seconds than two copies take, with no copy time hidden behind other work. The
 activations are also kept if keeping saves any time and all units of the trial fit beside all kept activations, so that
 the activations never move. Shards are tried from the last to the first, because the activations of the last shard wait
-for the shortest time. The pager handles kept activations like any other block, so a wrong choice costs time but never
-room.
+for the shortest time. The pager handles kept activations like any other block.
 
 Source: the choice between swap and recompute of mu-TWO (section 4.3), for shards instead of tensors. Differs: idle
 times are not weighed, because the pager spills the kept activations with the most distant next use first.
@@ -54,11 +53,7 @@ class ActivationBudget:
 def keeping(plan: ShardPlan, pilot: ShardPilot, wanted: Activations, room: ActivationBudget) -> ShardPlan:
     """Return the plan with the activations of all shards kept, where keeping is possible and the units still fit a device.
 
-    Args:
-        plan: plan that recomputes everywhere.
-        pilot: pilot of the plan's step.
-        wanted: choice of the task.
-        room: available room.
+    `plan` recomputes everywhere.
 
     Returns:
         A plan with other `activations` and costs of its shards; `plan` itself if nothing can be kept.
@@ -81,14 +76,8 @@ def chosen(
 ) -> ShardPlan:
     """Return the plan that keeps activations where keeping is worthwhile; see the note above.
 
-    Args:
-        plan: plan that recomputes everywhere.
-        kept: plan that keeps everything that can be kept.
-        seconds: estimated seconds of the units of `plan`.
-        kept_seconds: estimated seconds of the units of `kept`.
-        link: estimated speed of copies; None if the units' seconds are not seconds of the devices, so that no copy can be
-            weighed.
-        room: available room.
+    `plan` recomputes everywhere, and `kept` keeps all that can be kept. Without `link`, where the units' seconds are
+    not seconds of the devices, no copy can be weighed.
     """
     shards = list(plan.shards)
     spare = _spare_host_bytes(plan, room)
@@ -116,8 +105,6 @@ class MeasuredActivationChoice:
     Args:
         plan: plan that recomputes everywhere.
         kept: plan that keeps everything that can be kept.
-        link: measured speed of copies.
-        room: available room.
     """
 
     def __init__(self, plan: ShardPlan, kept: ShardPlan, link: LinkCostModel, room: ActivationBudget) -> None:
@@ -126,9 +113,7 @@ class MeasuredActivationChoice:
     def made(self, running: ShardPlan, seconds: UnitSeconds) -> tuple[ShardPlan, UnitSeconds]:
         """Return the chosen plan, and the expected seconds of its units.
 
-        Args:
-            running: the plan whose units were measured.
-            seconds: measured seconds of the units of `running`.
+        `seconds` are the measured seconds of the units of `running`.
         """
         forward, backward = seconds.forward, seconds.backward
         kept_flags = [shard.keeps_activations for shard in running.shards]

@@ -4,7 +4,7 @@
 be timed; `step_estimate.py` and `shard/partition/partition_planner.py` estimate candidates.
 
 Note: the same core for all. Times measured once, on a machine with other work, err by more than the difference to be
-decided: keeping activations instead of recomputing saves one forward, a quarter of a shard's units. Besides, the same
+decided: keeping activations instead of recomputing saves one forward, a quarter of a shard's time. Besides, the same
 task should train in the same way every time, as planned. The core, like the copies (`devices/hardware/link.py`), is
 therefore assumed to be an ordinary core.
 """
@@ -38,13 +38,7 @@ class _WithoutModules:
 def estimated_seconds(pilot: ShardPilot, plan: ShardPlan, kept: ShardPlan) -> tuple[UnitSeconds, UnitSeconds]:
     """Estimate the seconds of the units of two plans on a core of a host; a GPU's seconds are far less.
 
-    A unit takes the time of its products, and of writing its results. The estimate is good enough to decide whether
-    recomputing a shard's activations is quicker than copying the activations.
-
-    Args:
-        pilot: pilot of the step.
-        plan: the first plan.
-        kept: the second plan, cut in the same places, which keeps activations of other shards.
+    Both plans are cut in the same places.
 
     Returns:
         Seconds of the units of both plans.

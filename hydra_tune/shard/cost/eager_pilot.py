@@ -3,7 +3,7 @@
 Code that depends on values cannot run on fake tensors. The pilot therefore runs the step in the way of its unit, keeping
 or spilling its activations, while a tracker follows the storages made by the step. Before a run that spills, another run,
 without a tracker, checks each host copy. `whole_plan` (`shard/execute/eager_plan.py`) calls `EagerPilot` while making the
-plan of such a step. The pilot runs copies of the trial's model alone. The package must not know the pager.
+plan of such a step. The pilot runs copies of the trial's model alone.
 
 Note: the runs are runs of the user's own code. `PlanLibrary` (`shard/partition/plan_cache.py`) holds the gate alone
 meanwhile, and puts back what the code has changed in Python; the pilot itself restores the random streams.
@@ -53,10 +53,7 @@ class EagerPilot:
     """Measures a step of a model; the random streams are restored.
 
     Args:
-        task: describes the step.
         model: the trial's module; only copied.
-        leaves: the batch.
-        mode: "train" or "evaluate".
         alignment: bytes to which the devices align allocations.
     """
 
@@ -72,8 +69,7 @@ class EagerPilot:
     def keeping(self, twin: nn.Module) -> EagerCost:
         """Measure a run that keeps its activations on the device.
 
-        Args:
-            twin: a copy of the model; left in an undefined state.
+        `twin`, a copy of the model, is left in an undefined state.
         """
         tracker = StorageTracker(self._alignment)
         names = self._run(twin, self._batch(), tracker, nullcontext())

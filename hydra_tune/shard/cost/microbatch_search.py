@@ -1,13 +1,11 @@
 """Chooses the number of pieces of a batch, if the task leaves the choice to the pool (the microbatch size of Harmony).
 
-Fewer samples at once need less room for intermediate values, so shards are larger and more of the model stays on the
-device; and a batch that does not fit at all may fit in pieces. The price is more units, and matrix products with fewer
-rows. For each tried number, the step is cut as for training, packed anew where the pool may choose the cuts
+For each tried number, the step is cut as for training, packed anew where the pool may choose the cuts
 (`shard/partition/shard_size_search.py`), and simulated (`traffic_model.py`). `train/loop/microbatch_choice.py` calls
 `choose_count` on the first batch of a trial with `split_batches="auto"`, unless a similar trial has chosen before.
 `step_estimate.py` makes the `StepCostEstimate`, and `PlanLibrary` (`shard/partition/plan_cache.py`) keeps the choices.
 `train/loop/microbatches.py` and `shard/partition/partition_planner.py` ask `whole_batch_layer`, and `SingleTrial` asks
-`divisors`. The module must not know the pager.
+`divisors`.
 
 Note: the rule. The numbers are divisors of the batch size, so that all pieces are equal and share a plan. The fewest
 pieces that fit are taken, a whole batch first, unless a step in more pieces is expected to be clearly shorter. Then the
@@ -103,9 +101,7 @@ class PieceCountChoice:
 def choose_count(samples: int, probe: Probe) -> PieceCountChoice:
     """Choose the number of pieces with the shortest expected step; see the note above.
 
-    Args:
-        samples: samples of a batch.
-        probe: returns the expected cost for a number of pieces; called for some divisors of `samples`, each once.
+    `probe` is called for some divisors of `samples`, each once.
     """
     cost_by_count: dict[int, StepCostEstimate | None] = {}
 

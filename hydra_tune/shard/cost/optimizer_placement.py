@@ -4,13 +4,12 @@
 `optimizer_placement="auto"`, when a trial's first training step is cut.
 
 Note: the rule. A step with updates on the device moves parameters, gradients and optimizer state that do not fit beside
-each other. A step with updates on the host moves the gradients down and the parameters up, whatever fits, moves no
-state, and is cut into fewer shards. The traffic of both is simulated (`traffic_model.py`) and converted to seconds by
-the speed of the device's link, measured once. The host's own time is the time of the user's optimizer, tried on a
-stand-in, but not less than the time for the touched bytes at the speed of the host's memory, measured once. Updates on
-the host overlap with the following backward units if there is a free core and no update waits for all gradients; the
-last update never overlaps. The placement with the shorter expected step is chosen, and the device if both are about
-equal.
+each other. A step with updates on the host moves the gradients down and the parameters up, whatever fits, and moves no
+state. The traffic of both is simulated (`traffic_model.py`) and converted to seconds by the speed of the device's link,
+measured once. The host's own time is the time of the user's optimizer, tried on a stand-in, but not less than the time
+for the touched bytes at the speed of the host's memory, measured once. Updates on the host overlap with the following
+backward units if there is a free core and no update waits for all gradients; the last update never overlaps. The
+placement with the shorter expected step is chosen, and the device if both are about equal.
 
 Note: unknowns. The times of a GPU's units are unknown on the host and small compared with the copies, so the times are
 left out, and so is a GPU's own update. On CPU devices the times of units are estimated, and an update takes the same
@@ -97,13 +96,7 @@ def choose_placement(
 ) -> OptimizerPlacementChoice:
     """Return the placement with the shorter expected step; see the note.
 
-    Args:
-        on_device: the step cut for updates on the device; None if no such cut fits.
-        on_host: the step cut for updates on the host.
-        budget_bytes: budget of the device.
-        habits: use of the shards by a step.
-        speeds: speeds of the machine.
-        seconds_per_byte: seconds of the optimizer per byte of parameters, from `update_seconds`.
+    `on_device` is None if no such cut fits; `seconds_per_byte` comes from `update_seconds`.
     """
     if on_device is None:
         return OptimizerPlacementChoice(
@@ -132,11 +125,7 @@ def choose_placement(
 def update_seconds(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float:
     """Seconds of an optimizer's update on the host, on a single core, per byte of parameters.
 
-    The time is measured on a stand-in for the largest parameter.
-
-    Args:
-        optimizer: a trial's optimizer; only read.
-        parameters: the optimizer's parameters.
+    The time is measured on a stand-in for the largest parameter. The optimizer is only read.
     """
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     largest = max((p for p in parameters if id(p) in groups), key=lambda p: p.numel(), default=None)

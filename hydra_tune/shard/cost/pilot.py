@@ -1,15 +1,15 @@
 """The pilot: measures the bytes needed by a shard's units, by running the units on fake tensors.
 
 The pilot runs the very functions of a real run, but under `FakeTensorMode`, while `StorageTracker` follows the storages
-made by the functions. Nothing is allocated. Operands of a unit (parameters, values, gradients) count with the bytes of
-the blocks that will hold the operands; all further storages made by the unit count as its workspace. Workspaces that a
-kernel keeps to itself are the known exception: fake kernels do not show such workspaces, and `workspace.py` adds only
-those of oneDNN's recurrent layers.
+made by the functions. Operands of a unit (parameters, values, gradients) count with the bytes of the blocks that will
+hold the operands; all further storages made by the unit count as its workspace. Workspaces that a kernel keeps to
+itself are the known exception: fake kernels do not show such workspaces, and `workspace.py` adds only those of oneDNN's
+recurrent layers.
 
 `PlanLibrary` (`shard/partition/plan_cache.py`) makes a `ShardPilot` for each captured step, and the partitioners
-(`shard/partition/partitioner.py`) ask the pilot for the cost of each candidate shard. `StorageTracker` also follows real
-runs: the steps of a trial's own code (`train/loop/workspace_tracker.py`), and the building of a model
-(`shard/capture/meta_models.py`).
+(`shard/partition/partitioner.py`) ask the pilot for the cost of each candidate shard. The modules of `shard/cost/` and
+`fusion/` read the `ShardCost` of a shard. `StorageTracker` also follows real runs: the steps of a trial's own code
+(`train/loop/workspace_tracker.py`), and the building of a model (`shard/capture/meta_models.py`).
 
 Source: HYDRA section 4.1, the pilot runs of Algorithm 1. Differs: in the paper, an out-of-memory error of a real pass
 is the signal.
@@ -268,15 +268,11 @@ class ShardPilot:
     """Measures candidate shards of a single captured step.
 
     Args:
-        captured: the step.
-        analysis: facts about the step.
-        specs: the model's state.
         batch: tensors of a batch; only their geometry is used.
         update: measures an optimizer update; None for evaluation.
         alignment: bytes to which a device aligns its allocations.
         groups: name of a state tensor -> all names loaded with it, for a trial with existing groups; a name not listed
             is loaded alone.
-        rules: treatment of gradients.
     """
 
     def __init__(

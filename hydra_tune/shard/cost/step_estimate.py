@@ -18,11 +18,6 @@ from hydra_tune.task import TrainTask
 def foreseen(packer: ShardPartitionPlanner, request: ShardPlanRequest, step: CapturedStep) -> StepCostEstimate:
     """Predict the cost of a step cut into shards, alone on its device.
 
-    Args:
-        packer: cuts the step.
-        request: request for a training step.
-        step: the step, captured and measured.
-
     Raises:
         BudgetError: the step does not fit.
     """
@@ -53,13 +48,7 @@ def foreseen(packer: ShardPartitionPlanner, request: ShardPlanRequest, step: Cap
 
 
 def foreseen_whole(packer: ShardPartitionPlanner, task: TrainTask, plan: ShardPlan) -> StepCostEstimate:
-    """Predict the cost of a step of a model that runs whole, with activations spilled within its units.
-
-    Args:
-        packer: holds the budget.
-        task: describes the step.
-        plan: plan with a single shard.
-    """
+    """Predict the cost of a step of a model that runs whole, with activations spilled within its units."""
     (cost,) = (shard.cost for shard in plan.shards)
     habits = packer.habits(task, plan)
     traffic = step_traffic([cost], packer.budget.budget_bytes, habits)
@@ -73,9 +62,9 @@ def foreseen_whole(packer: ShardPartitionPlanner, task: TrainTask, plan: ShardPl
 
 
 def _packed(packer: ShardPartitionPlanner, request: ShardPlanRequest, step: CapturedStep) -> ShardPartition:
-    """Cut with updates on the device, if possible.
+    """Cut for the budget's placement.
 
-    The choice by "auto" would use a clock, which is not allowed here.
+    For "auto", whose choice would use a clock, cut for the device, or for the host if nothing fits.
     """
     placement = packer.budget.optimizer_placement
     try:

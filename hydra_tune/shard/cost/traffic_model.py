@@ -2,11 +2,10 @@
 
 The module simulates a trial alone on its device for a few steps: the blocks needed by each unit, the victims spilled in the
 pager's order, and the blocks sent ahead meanwhile. Several batches of a step go through each shard together or one after
-the other, as in training (`train/parallel/batch_grouping.py`). The simulation moves whole shards, so a prediction takes
-milliseconds, whereas a rehearsal (`train/timing/fake_trial.py`) takes seconds, and the prediction also works for cuts not
-yet made. While a step is planned, `shard/partition/shard_size_search.py` (cuts), `optimizer_placement.py` (places of the
-updates) and `step_estimate.py` (numbers of pieces) ask for the prediction, with the `StepAccessPattern` of
-`shard/partition/partition_planner.py`. While a step runs, `train/parallel/batch_grouping.py` asks `is_worth_grouping`.
+the other, as in training (`train/parallel/batch_grouping.py`). The simulation moves whole shards. While a step is planned,
+`shard/partition/shard_size_search.py` (cuts), `optimizer_placement.py` (places of the updates) and `step_estimate.py`
+(numbers of pieces) ask for the prediction, with the `StepAccessPattern` of `shard/partition/partition_planner.py`. While a
+step runs, `train/parallel/batch_grouping.py` asks `is_worth_grouping`.
 
 Note: the orders copy `memory/pager.py` and `memory/prefetch.py`, which this module must not import; a change there
 needs a change here. `tests/integration/test_packing.py` compares the prediction with a rehearsal.
@@ -96,14 +95,7 @@ def step_traffic(costs: Sequence[ShardCost], budget_bytes: int, habits: StepAcce
 def played(
     units: Sequence[TrafficUnit], sizes: dict[PlayedBlock, int], budget_bytes: int, habits: StepAccessPattern
 ) -> StepTraffic:
-    """Traffic of a step of these units in the steady state.
-
-    Args:
-        units: units in order.
-        sizes: sizes of the blocks, in bytes.
-        budget_bytes: budget of the device.
-        habits: whether blocks are sent ahead, and whether updates wait.
-    """
+    """Traffic of a step of these units in the steady state."""
     device = _TrafficSimulator(sizes, budget_bytes)
     before = (0, 0)
     for _ in range(_WARM_STEPS + 1):

@@ -1,11 +1,10 @@
 """The pilot of an optimizer update: measures the bytes of optimizer state and temporaries, by stepping stand-ins.
 
-The module uses only the interface of `torch.optim.Optimizer`, so a user's class is measured as well. `PlanLibrary`
+The module makes stand-ins without calling a constructor, so a user's class is measured as well. `PlanLibrary`
 (`shard/partition/plan_cache.py`) makes a pilot for each training step that needs a plan, and the optimizer checks in
 `shard/verify/`, `update_seconds` (`optimizer_placement.py`) and rehearsals (`train/timing/fake_trial.py`) step stand-ins
 made by this module. `shard/execute/eager_plan.py` makes a pilot for a step that is never captured. `ModelState`
-(`train/state/model_state.py`) and `fusion/matching/fusion_key.py` ask here about a user's own `zero_grad`. The module must
-not know the pager.
+(`train/state/model_state.py`) and `fusion/matching/fusion_key.py` ask here about a user's own `zero_grad`.
 
 Note: stand-ins. A step of a stand-in must change nothing of the trial: a stand-in has parameters, state and containers of
 its own, and `trying` puts back the objects that a stand-in shares with the trial's optimizer, and the random streams. The
@@ -90,12 +89,8 @@ def optimizer_pilot(
 ) -> UpdatePilot:
     """Return a function that measures this optimizer's update of some of its parameters; the function holds no parameters.
 
-    Args:
-        optimizer: a trial's optimizer; only read.
-        parameters: the optimizer's parameters by canonical name.
-        specs: geometry of the parameters.
-        alignment: bytes to which the device aligns its allocations.
-        uses_foreach: whether torch's default for the device is to step all parameters of a group at once; see the note.
+    The optimizer is only read. `uses_foreach`: whether torch's default for the device is to step all parameters of a
+    group at once; see the note.
     """
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     group_of = {name: groups[id(p)] for name, p in parameters.items() if id(p) in groups}
@@ -129,11 +124,7 @@ def optimizer_pilot(
 
 
 def _choose_foreach(optimizers: Iterable[Optimizer]) -> None:
-    """Choose `foreach` in each parameter group whose step would choose it on a GPU; see the note.
-
-    Args:
-        optimizers: copies as of `_without_parameters`.
-    """
+    """Choose `foreach` in each parameter group whose step would choose it on a GPU; see the note."""
     for optimizer in optimizers:
         # An optimizer of torch without this function, e.g. Adafactor, steps parameter by parameter on GPUs, too.
         modules = [sys.modules.get(kind.__module__) for kind in type(optimizer).__mro__ if kind is not Optimizer]
@@ -249,10 +240,7 @@ def _without_parameters(optimizer: Optimizer, known: _Known | None = None) -> Op
 def stand_in_for(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
     """Return an optimizer of the same class and options over other tensors, without calling the constructor.
 
-    Args:
-        optimizer: a trial's optimizer; only read.
-        members: name and parameter group of each of the other tensors.
-        leaves: the other tensors.
+    `members` has name and parameter group of each of the `leaves`. The optimizer is only read.
     """
     if _has_state_at_once(optimizer):
         return _stand_in(optimizer, members, leaves)
@@ -276,12 +264,8 @@ def is_of_torch(optimizer: Optimizer) -> bool:
 def trying(optimizer: Optimizer, original: Optimizer | None = None) -> Iterator[None]:
     """Context for steps of stand-ins, at whose end the objects shared with a trial's optimizer are as before.
 
-    So are the random streams. For an optimizer of torch's own, whose steps change no shared object, only the streams are put
-    back.
-
-    Args:
-        optimizer: the trial's optimizer, or a copy without parameters.
-        original: the trial's optimizer, if the first is a copy.
+    So are the random streams. For an optimizer of torch's own, whose steps change no shared object, only the streams
+    are put back. Where `optimizer` is a copy without parameters, `original` is the trial's optimizer.
     """
     with preserved_streams():
         if is_of_torch(optimizer):

@@ -20,10 +20,7 @@ _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     """Return an operator's result on fake tensors, with the workspace in its real size.
 
-    Args:
-        func: the operator.
-        args: arguments of the operator.
-        result: result of the operator; returned unchanged unless from a recurrent layer on fake tensors.
+    Results of other operators, and results on real tensors, are returned unchanged.
     """
     if func not in (_RNN_LAYER, _RNN_BACKWARD) or not isinstance(result[3], FakeTensor):
         return result

@@ -19,8 +19,7 @@ unit would leave devices idle. Such a unit drops the graph and recomputes. All C
 autograd, so there the graph works everywhere. For this reason a forward unit that keeps its graph also saves the inputs
 of a recompute.
 
-A value's key in the store is its name. The functions below make the keys of gradients of values, of gradients of
-parameters (of this batch, and of earlier batches of the step), of saved buffers and of kept storages.
+A value's key in the store is its name.
 """
 
 from collections.abc import Sequence

@@ -13,17 +13,20 @@ starts from the same roots in the same order and meets the same nodes with the s
 `ShardChain` (`chain.py`) runs the functions on real tensors in each unit, and the pilot (`shard/cost/pilot.py`) on fake
 tensors before a step is cut. `MemoizedShardExecutor` (`shard/fake/fake_memo.py`) and the runners of a fused group
 (`fusion/compile/batched_plan.py`, and `fusion/compile/cuda_graph_steps.py` for recorded steps) take the module's place in a
-plan (`ShardPlan.computing`). The functions here run the shards that such a runner leaves. The functions do not know the
-places of tensors, and take no lock: a unit enters the gate and holds its blocks before the call.
+plan (`ShardPlan.computing`). The functions here run the shards that such a runner leaves. The modules of `fusion/`,
+`planner/` and `batched/` pass tensors as `ShardOperands`. The functions do not know the places of tensors, and take no
+lock: a unit enters the gate and holds its blocks before the call.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_tune.shard.capture.step_module import Objective, loss_itself
 from hydra_tune.shard.execute.saved_activations import KeptActivations
@@ -161,12 +164,8 @@ class ShardTape:
     ) -> ShardGradients:
         """Run the backward; only once.
 
-        Args:
-            shard: the shard.
-            operands: operands of the forward at their present places.
-            incoming: gradients from later shards.
-            kept: number of a storage -> the storage kept under the number.
-            on_free: receives the number of each storage no longer needed by the graph.
+        `kept` returns the storage kept under a number, and `on_free` receives the number of each storage no longer
+        needed by the graph.
         """
         _point(self._live_in, shard.live_in, operands.live_in)
         _point(self._parameters, shard.state, operands.state)
@@ -256,12 +255,8 @@ def backward(
 ) -> ShardGradients:
     """Run a shard with gradients, then its backward.
 
-    Args:
-        shard: the shard.
-        operands: operands of the shard; parameters are leaves, and their `.grad` is taken over and left None.
-        needs_gradient: live-ins that require gradients.
-        incoming: gradients from later shards.
-        objective: maps the loss to the root of the backward.
+    Parameters are leaves, and their `.grad` is taken over and left None. `objective` maps the loss to the root of the
+    backward.
     """
     leaves = _leaves(shard, operands, needs_gradient)
     state = list(zip(shard.state, operands.state, strict=True))
@@ -281,12 +276,38 @@ def backward(
     roots += [(parameters[name], gradient) for name, gradient in incoming.parameters.items() if name in parameters]
     # Copied, because a loss may keep the storage of its unreduced form alive.
     losses = {name: outputs[name].detach().clone() for name, gradient in incoming.outputs.items() if gradient is None}
-    _run_backward(roots)
+    # The user's own code in place of a graph is followed by a mode.
+    is_followed = not isinstance(shard.module, nn.Module)
+    is_left = is_followed and any(isinstance(root, Tensor) and rounds_otherwise_under_modes(root) for root, _ in roots)
+    with _disable_current_modes() if is_left else nullcontext():
+        _run_backward(roots)
     return ShardGradients(live_in=_taken(leaves), parameters=_taken(parameters), outputs=losses)
 
 
 _Root = tuple[Tensor | GradientEdge, Tensor | None]
 """Start of a backward and its gradient; None for the loss."""
+
+
+def rounds_otherwise_under_modes(root: Tensor) -> bool:
+    """Whether torch takes another way to a gradient of a root, which rounds differently, while a dispatch mode is active.
+
+    So do the gradients of `prod`, and of `masked_fill` with a tensor as value.
+    """
+    return any(node.name().startswith(("ProdBackward", "MaskedFillBackward1")) for node in backward_nodes(root))
+
+
+def backward_nodes(root: Tensor) -> Iterator[Any]:
+    """Iterate over the nodes of a tensor's autograd graph, each once, in no particular order."""
+    visited: set[Any] = {None}
+    # A list and not a recursion, because a graph may be deeper than Python's stack.
+    unvisited: list[Any] = [root.grad_fn]
+    while unvisited:
+        node = unvisited.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        unvisited += [following for following, _ in node.next_functions]
+        yield node
 
 
 def _run_backward(roots: Sequence[_Root]) -> None:

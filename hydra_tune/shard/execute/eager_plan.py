@@ -4,7 +4,7 @@ Parameters and buffers still live in blocks and are spilled between units. If th
 parameters and buffers, the unit spills the activations from forward to backward (`memory/activation_offload.py`).
 `PlanLibrary` (`shard/partition/plan_cache.py`) calls `whole_plan` for a step without a graph, whose units then run the
 user's code eagerly in an `EagerStep`. `SingleTrial` (`train/single_trial.py`), `train/own_code_trial.py` and a forecast
-(`pool/dry_run/report.py`) ask `uncaptured` before the first step whether the user's own code may run unchanged;
+(`pool/dry_run/report.py`) ask `uncaptured` whether the user's own code may run unchanged;
 `train/own_loop/loop_trial.py` asks `state_plan` for the bytes of such a trial.
 """
 
@@ -42,10 +42,7 @@ class EagerStep:
     The state among the arguments is ignored: the module's parameters are the same objects, wherever their bytes are.
 
     Args:
-        task: describes the step.
         model: the trial's module.
-        mode: "train" or "evaluate".
-        leaves: geometry of the batch.
         num_state: number of tensors of the state, which come first among the arguments.
         names: names of the results, as of the first batch.
         trained: names of the parameters that the plan updates.
@@ -115,18 +112,8 @@ def whole_plan(
 ) -> ShardPlan:
     """Make a plan with a single eager shard.
 
-    Args:
-        task: describes the step.
-        model: the trial's module, which the plan will run.
-        twin: a copy of the model for measuring; left in an undefined state.
-        leaves: the batch.
-        mode: "train" or "evaluate".
-        specs: the model's state.
-        update: measures the optimizer's update, in training.
-        budget_bytes: memory of the smallest device.
-        alignment: alignment of the device's allocator in bytes.
-        updates_on_host: whether optimizer state stays on the host.
-        reason: reason for the failed capture.
+    `model` is the trial's module, which the plan will run; `twin`, a copy for measuring, is left in an undefined state.
+    `reason` is the reason for the failed capture, and `budget_bytes` the memory of the smallest device.
 
     Raises:
         BudgetError: the model does not fit whole.
@@ -173,12 +160,6 @@ def uncaptured(
 ) -> ShardPlan | str:
     """Decide whether a trial may run the user's own code unchanged; runs none of the code.
 
-    Args:
-        task: describes the step.
-        model: the trial's module, as built.
-        optimizer: the module's optimizer.
-        budget: budget of the smallest device.
-
     Returns:
         A plan as of `uncaptured_plan`, or a short reason for cutting the model.
     """
@@ -203,14 +184,7 @@ def uncaptured(
 def state_plan(
     task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimizer, budget: ShardPlanConstraints
 ) -> ShardPlan:
-    """Make the plan of a trial that runs the user's own code, as of `uncaptured_plan`; runs none of the code.
-
-    Args:
-        task: describes the step.
-        model: the trial's module, as built.
-        optimizer: the module's optimizer.
-        budget: budget of the smallest device.
-    """
+    """Make the plan of a trial that runs the user's own code, as of `uncaptured_plan`; runs none of the code."""
     specs = state_specs(model)
     return uncaptured_plan(specs, _update_of(optimizer, model, specs, budget), task, alignment=budget.alignment)
 
@@ -261,13 +235,7 @@ def _update_of(
 
 
 def uncaptured_plan(specs: dict[str, StateSpec], update: UpdatePilot, task: TrainTask, *, alignment: int) -> ShardPlan:
-    """Make a plan for a trial that will run its own code, before its first step: only the bytes of the state are known.
-
-    Args:
-        specs: the model's state.
-        update: measures the optimizer's update.
-        task: describes the step.
-        alignment: alignment of the device's allocator in bytes.
+    """Make a plan for a trial that will run its own code, from the bytes of its state alone.
 
     Returns:
         A plan with a single shard. The costs include parameters, buffers, gradients and optimizer state, but no

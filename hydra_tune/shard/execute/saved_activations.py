@@ -6,17 +6,14 @@ recomputed.
 
 Note: places of saved tensors. Most saved tensors are views of the unit's operands: parameters, buffers, the batch,
 values of earlier shards. The graph refers to such a tensor by the position of the operand, and reads the operand at its
-place during the backward unit. Nothing is stored twice, and a parameter moved between devices is still found. Storages
-made by the unit itself are kept once for all saved tensors on the storage. Between the two units a graph holds no
-memory of the unit's device. A tensor on another device, such as a scalar on the host, stays with the graph itself.
+place during the backward unit. Storages made by the unit itself are kept once for all saved tensors on the storage.
+Between the two units a graph holds no memory of the unit's device. A tensor on another device, such as a scalar on the
+host, stays with the graph itself.
 
 Note: fidelity to autograd. A graph without hooks keeps its saved tensors alive, refuses a tensor overwritten in place
 meanwhile, and frees each tensor after its node has run. Every packed tensor therefore comes with a counter that shares
 the tensor's version. A storage is given up together with the last packed tensor on the storage, in mid-backward, so the
 peak equals the peak of a backward without hooks.
-
-The module must not know leases or devices' budgets; the module knows tensors only: fake tensors in the pilot, views of
-leased blocks in the pool.
 """
 
 import weakref
@@ -118,10 +115,8 @@ class KeptActivations:
     def present(self, given: Sequence[Tensor], kept: Callable[[int], Tensor], on_free: Callable[[int], None]) -> None:
         """Provide the tensors for the backward unit.
 
-        Args:
-            given: operands at their present places.
-            kept: number -> the storage kept under the number, as a flat tensor.
-            on_free: receives the number of each storage no longer needed by the graph; until `absent`.
+        `kept` returns the storage kept under a number, as a flat tensor; until `absent`, `on_free` receives the number
+        of each storage no longer needed by the graph.
         """
         self._present = _BackwardTensorSource(given, kept)
         for storage in list(self._storages.values()):

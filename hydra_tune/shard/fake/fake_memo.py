@@ -1,10 +1,8 @@
 """Runs a unit on tensors without bytes once, and remembers the geometry of the results: the steps of a rehearsal repeat.
 
-The results of a graph depend only on the geometry of its operands: sizes, strides, and common storages. A unit with the
-same operands as before therefore makes tensors of the same geometry, which lie on the same operands, on new memory, or
-together on a common storage, as before. `TrialRehearsal` (`train/timing/fake_trial.py`) puts a
-`MemoizedShardExecutor` into a captured plan before the trial's steps are rehearsed. A key names a shard by its nodes
-alone, so an executor must serve a single plan.
+The results of a graph depend only on the geometry of its operands: sizes, strides, and common storages.
+`TrialRehearsal` (`train/timing/fake_trial.py`) puts a `MemoizedShardExecutor` into a captured plan before the trial's
+steps are rehearsed. A key names a shard by its nodes alone, so an executor must serve a single plan.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -96,7 +94,7 @@ class MemoizedShardExecutor:
     def taped_forward(
         self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str]
     ) -> tuple[dict[str, Tensor], ShardTape]:
-        """As `compute.taped_forward`; the graph is already settled."""
+        """As `compute.taped_forward`."""
 
         def tape() -> ShardTape:
             shard_tape = compute.taped_forward(shard, operands, needs_gradient)[1]
@@ -146,13 +144,7 @@ class MemoizedShardExecutor:
     ) -> ShardGradients:
         """Run the backward of a tape, or repeat a remembered run.
 
-        Args:
-            shard: shard of the tape.
-            operands: as of `ShardTape.backward`.
-            incoming: as of `ShardTape.backward`.
-            flats: kept storages by number.
-            on_free: as of `ShardTape.backward`.
-            tape: makes a tape that can run.
+        `flats` has the kept storages by number, and `tape` makes a tape that can run.
         """
         operand_tensors = [*operands.all, *_handed(incoming), *flats.values()]
         key = ("played", shard.first, shard.last, _names(incoming), tuple(flats), _likeness(operand_tensors))

@@ -37,7 +37,6 @@ class _SplitOperator:
     """A module in pieces.
 
     Attributes:
-        module: the module.
         kind: class of the whole module.
         parameters: registry of parameters of the whole module.
     """
@@ -193,10 +192,7 @@ def split_operators(
 ) -> tuple[SplitOperators, Any]:
     """Cut operators of a newly built model.
 
-    Args:
-        model: the model; its modules stay the same objects.
-        groups: argument for the optimizer of the whole model.
-        wanted: as in `TrainTask`.
+    `groups` is the argument for the optimizer of the whole model; `wanted` is as in `TrainTask`.
 
     Returns:
         The operators in pieces, and the argument for the optimizer.

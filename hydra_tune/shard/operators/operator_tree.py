@@ -1,8 +1,7 @@
 """Finds the operators of a model to cut for `split_operators`, and the positions of the cuts; refuses others with a reason.
 
 `split_operators` (`operator_splitting.py`) asks an `OperatorTree` for all cuts before the first weight is taken apart. The
-module knows modules and their parameters, and must change nothing: a refusal leaves the model whole. The module must not
-know plans.
+module knows modules and their parameters, and must change nothing: a refusal leaves the model whole.
 """
 
 import difflib
@@ -94,9 +93,7 @@ class OperatorTree:
     def add_tied(self, chosen: dict[Operator, int], *, may_differ: bool) -> None:
         """Add the modules that hold parameters of chosen modules, with the same number of pieces.
 
-        Args:
-            chosen: module -> number of pieces.
-            may_differ: whether the largest number wins if tied modules have several numbers.
+        With `may_differ`, the largest number wins if tied modules have several numbers.
 
         Raises:
             TaskError: a tied module cannot be cut, or has another number.

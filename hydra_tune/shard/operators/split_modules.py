@@ -1,11 +1,11 @@
 """`nn.Linear` and `nn.Embedding` with their weights in pieces, each piece a separate parameter.
 
-The classes replace an operator that is too large for a device: the captured graph may be cut between two pieces. A
-module changes its class and its parameters but stays the same object, so references to the module stay valid.
-`split_operators` (`operator_splitting.py`) cuts the weights before the optimizer is built, and refuses unsuitable modules;
+The classes replace an operator that is too large for a device: the captured graph may be cut between two pieces. A module
+changes its class and its parameters but stays the same object, so references to the module stay valid. `split_operators`
+(`operator_splitting.py`) cuts the weights before the optimizer is built, and refuses unsuitable modules;
 `SplitOperators.restore` in the same file gives a module its own class back. `operator_tree.py` chooses a `TensorCut`,
 `shard/verify/elementwise_optimizers.py` joins optimizer state by a `TensorCut`, and messages of
-`shard/partition/partitioner.py` name the classes. The module must not know plans.
+`shard/partition/partitioner.py` name the classes.
 
 Note: exactness. An element of a weight meets the same numbers as in the whole weight, so in exact arithmetic the gradients and
 the outputs are the same. An embedding in columns only looks up and adds, and keeps the bits. A matrix product rounds

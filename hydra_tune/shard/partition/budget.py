@@ -29,7 +29,7 @@ class ShardPlanConstraints:
         alignment: bytes to which the devices align allocations.
         num_shards: see `ShardPartitioner.partition`.
         optimizer_placement: place of optimizer state and updates; "auto": see `shard/cost/optimizer_placement.py`.
-        speeds: speeds of the machine, needed by "auto".
+        speeds: speeds of the machine, for "auto" and for measured choices of activations.
         trials: trials in flight for each device.
         host_bytes: host memory for each trial in flight; None: unlimited.
         has_link: whether copies take time of their own, beside computation: to a GPU, or over a simulated link.

@@ -47,11 +47,7 @@ class ShardPartition:
 
 
 class ShardPartitionPlanner:
-    """Cuts steps into shards.
-
-    Args:
-        budget: budget of the cuts.
-    """
+    """Cuts steps into shards."""
 
     def __init__(self, budget: ShardPlanConstraints) -> None:
         self.budget = budget

@@ -92,7 +92,7 @@ class ShardPartitioner:
 
         Raises:
             BudgetError: a part that cannot be cut further does not fit; the message names a sufficient budget.
-            ConfigError: `num_shards` exceeds the number of possible shards.
+            ConfigError: `num_shards` is not from 1 to the number of possible shards.
         """
         try:
             return self._partition(num_shards, boundaries)
@@ -131,12 +131,7 @@ class ShardPartitioner:
         return high
 
     def least_budget(self, num_shards: NumShards, peak_bytes: int) -> int:
-        """Return about the result of `smallest_budget`, without boundaries, for a step already cut, in less time.
-
-        Args:
-            num_shards: `num_shards` of the existing cut.
-            peak_bytes: largest needs of a unit of the existing cut.
-        """
+        """Return about the result of `smallest_budget`, without boundaries, for a step already cut, in less time."""
         high = min(self._budget, self._with_buffer(peak_bytes))
         low = min(high, self._with_buffer(self._least_room()))
         if self._would_do(low, num_shards, ()):
@@ -330,7 +325,6 @@ class _CandidatePilot(ShardPilot):
     Args:
         pilot: measures candidates and keeps the results.
         analysis: positions where candidates may end.
-        num_nodes: number of nodes of the graph.
         limit_bytes: largest needs that a caller asks about.
         too_large: known candidates over some limit, by first node.
         peaks: needs of all measured candidates, by first and last node.
@@ -410,11 +404,6 @@ def _in_pieces(analysis: GraphAnalysis, parts: Sequence[tuple[tuple[int, int], S
 
     The number of pieces is a guess from the cost of the whole operator; real pieces are measured once a task asks for
     pieces.
-
-    Args:
-        analysis: analysis of the step.
-        parts: first and last position of each part between neighbouring cuts, and the part's cost.
-        capacity_bytes: most bytes of a shard.
     """
     pieces_by_operator: dict[tuple[str, str], int] = {}
     for (first, last), cost in parts:

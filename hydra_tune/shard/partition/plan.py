@@ -3,8 +3,8 @@
 A plan of a graph holds no tensor of any trial, so all trials of an architecture share the plan; nobody may change a plan. An
 eager plan (`shard/execute/eager_plan.py`) holds the module of its trial, and is of this trial alone. Names of values are the
 graph's node names. `PlanLibrary` (`plan_cache.py`) has a plan built when a trial meets a new kind of batch; `BatchUnits`
-(`train/loop/batch_units.py`) makes the units of each batch by the plan, and `pool/dry_run/report.py` reports the plan
-for `HydraExecutor.plan`. The module must not run units.
+(`train/loop/batch_units.py`) makes the units of each batch by the plan, and `pool/dry_run/report.py` reports the plan for
+`HydraExecutor.plan`. The modules of `train/` and `fusion/` read plans. The module must not run units.
 """
 
 from collections.abc import Iterable

@@ -1,13 +1,13 @@
 """The library of plans: captures, cuts, pilots and verifies a kind of step for the first trial that asks, and keeps the plan.
 
 A library serves a single pool (`pool/runtime/settings.py` makes both), because the devices of the pool decide the budget of
-every cut. A thousand trials that differ only in learning rate pay for a single capture.
+every cut.
 
 A trial (`train/loop/plan_cache.py`) asks for a plan when a new kind of batch comes; so do fused groups
 (`fusion/compile/batched_plan_cache.py`) and, with the library of `for_plans`, the trials of a dry run
-(`pool/dry_run/report.py`). `train/loop/microbatch_choice.py` asks `foresee` for the number of pieces of a batch. Trials and
-groups also compare plans again, by `check_again` and `confirm`. The module must not know the course of a trial, the
-schedule, or the places of blocks.
+(`pool/dry_run/report.py`). `train/loop/microbatch_choice.py` asks `foresee` for the number of pieces of a batch. Trials
+and groups keep the `PreparedPlan`, and also compare plans again, by `check_again` and `confirm`. The module must not
+know the course of a trial, the schedule, or the places of blocks.
 
 Note: locks and streams. One lock serves all threads of a pool, and is held during a capture and a check. A thread leaves
 the capture gate before the thread waits for the lock. The random streams of the calling thread are as before afterwards.
@@ -89,7 +89,7 @@ class PreparedPlan:
         smallest_budget: finds the smallest device memory in bytes that still allows a cut, to a per mille; for an eager
             plan, the bytes that the plan needs.
         effects: what the eager step does and the plan does not.
-        is_checked: whether the plan's numbers were compared with the eager step; otherwise `seconds` are estimates.
+        is_checked: whether the plan is eager, or was compared with the eager step; otherwise `seconds` are estimates.
         why: reason for the cut, if there was a choice; else None.
         placement_why: reason for the place of the updates, if there was a choice; else None.
         activation_choice: choice to be made once the units have been measured; None if the plan is final.
@@ -170,10 +170,8 @@ class PlanLibrary:
     def for_plans(self, most_checked_bytes: int) -> "PlanLibrary":
         """Return the library for planning without training, with this library's budget.
 
-        The same library is returned each time, so that equal plans are made once.
-
-        Args:
-            most_checked_bytes: largest needs of a step whose plan is checked; the first call decides.
+        The same library is returned each time, so that equal plans are made once. The first call decides
+        `most_checked_bytes`.
         """
         with self._lock:
             if self._for_plans is None:
@@ -267,11 +265,8 @@ class PlanLibrary:
     def check_again(self, prepared: PreparedPlan, task: TrainTask, model: nn.Module, batch: Any) -> None:
         """Compare a plan with the eager step once more, on the host.
 
-        Args:
-            prepared: the plan.
-            task: as of `prepare`.
-            model: as of `prepare`.
-            batch: a batch that the plan serves, with filled inputs if the plan has inputs for numbers; only read.
+        The plan serves `batch`, whose inputs are filled if the plan has inputs for numbers; model and batch are only
+        read.
 
         Raises:
             CaptureError: the plan gives other numbers than the eager step.
@@ -299,14 +294,8 @@ class PlanLibrary:
     ) -> StepCostEstimate | None:
         """Predict the cost of a step of such batches without a clock.
 
-        A step that can be cut runs only to answer questions of its Python about the batch. A step that cannot be cut runs
-        on a copy, which measures its memory.
-
-        Args:
-            task: describes the step, including the number of pieces of a batch.
-            model: the trial's module; only read.
-            optimizer: the trial's optimizer; only read.
-            batch: a piece of a batch; only read.
+        A step that can be cut runs only to answer questions of its Python about the batch. A step that cannot be cut
+        runs on a copy, which measures its memory. Model, optimizer and batch are only read.
 
         Returns:
             The prediction; None if the step would not fit.

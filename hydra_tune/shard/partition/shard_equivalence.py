@@ -39,8 +39,6 @@ class ShardSignatureBuilder:
     """Finds candidates of a single captured step that are alike.
 
     Args:
-        captured: the step.
-        analysis: facts about the step.
         given: constants, batch tensors and state by placeholder, as fake tensors.
     """
 

@@ -8,8 +8,7 @@ cutting the first training step of a trial into the largest shards. By default t
 copies cross a link.
 
 The choice uses only the pilot's knowledge and no clock, so the same task on the same budget is always cut in the same
-places. The time of a step is another matter. More shards mean more units and a smaller last shard, the only shard whose
-forward is never recomputed; on fast links more units can cost more than the saved bytes (docs/explanation/memory.md).
+places.
 
 Source: task packing and the tuner of Harmony (Li et al., section 3). Differs: batches are as large as the task says,
 because other sizes give other numbers; and a shard is a single pack for forward and backward, because larger packs of
@@ -94,14 +93,9 @@ def choose_packing(
 ) -> ShardPartitionChoice:
     """Choose the cut with the least traffic; of cuts with about the least, the cut with the fewest shards.
 
-    The chosen cut never moves more than the shards of `largest`, which stay if little can be saved.
-
-    Args:
-        largest: edges of shards as large as the device allows.
-        pack: cuts into shards of a given size, at most the size of `largest`.
-        measure: cost of a shard, with the activations that the shard will keep.
-        budget_bytes: budget of the device.
-        habits: use of the shards by a step.
+    The chosen cut never moves more than the shards of `largest`, which stay if little can be saved. `largest` has the
+    edges of shards as large as the device allows; `pack` cuts into shards of a given size, at most the size of
+    `largest`.
     """
     packing = partial(_candidate, measure=measure, budget_bytes=budget_bytes, habits=habits)
     candidates = [packing(largest)]
@@ -120,15 +114,9 @@ def beside_copies(
 ) -> list[int]:
     """Choose smaller shards than the largest that fit, if a step moves bytes.
 
-    A unit that fills the device leaves no room for the next unit's blocks, so that copies and units take turns. Beside a
-    unit of half the device, the blocks of the last unit leave while those of the next one come.
-
-    Args:
-        largest: edges of shards as large as the device allows.
-        pack: as of `choose_packing`.
-        measure: as of `choose_packing`.
-        budget_bytes: budget of the device.
-        habits: use of the shards by a step.
+    A unit that fills the device leaves no room for the next unit's blocks, so that copies and units take turns. Beside
+    a unit of half the device, the blocks of the last unit leave while those of the next one come. Arguments are as of
+    `choose_packing`.
 
     Returns:
         The edges of shards of at most half the device, or of the next larger share into which every part can be cut and

@@ -1,12 +1,11 @@
 """The splitter: makes a separate graph of a contiguous range of a captured graph.
 
-The inputs of a shard are all values used but not made by the shard: state, constants, batch tensors, and values of
-earlier shards. Skips, masks and encoder states need no special treatment. The outputs are the values used by later
-shards or by the step's result. `build_plan` (`plan.py`) cuts the shards of a plan with `cut_shard`, and the pilot
-(`shard/cost/pilot.py`) cuts each candidate shard that the pilot measures. `fusion/compile/torch_compile.py` compiles the
-graphs of groups with `compiled`. `shard/execute/eager_plan.py` makes the `ShardGraph` of a step in the user's own code, and
-`fusion/compile/batched_plan.py` adapts shards to groups. `ShardChain` (`shard/execute/chain.py`) runs the shards; this
-module must run no unit.
+The inputs of a shard are all values used but not made by the shard: state, constants, batch tensors, and values of earlier
+shards. The outputs are the values used by later shards or by the step's result. `build_plan` (`plan.py`) cuts the shards of
+a plan with `cut_shard`, and the pilot (`shard/cost/pilot.py`) cuts each candidate shard that the pilot measures.
+`fusion/compile/torch_compile.py` compiles the graphs of groups with `compiled`. `shard/execute/eager_plan.py` makes the
+`ShardGraph` of a step in the user's own code, and `fusion/compile/batched_plan.py` adapts shards to groups. `ShardChain`
+(`shard/execute/chain.py`) runs the shards; this module must run no unit.
 
 Note: bits. A shard's nodes are copies in the captured order, so its operators run as in the captured graph. Nothing here
 may merge, reorder or replace operators; only a compiler, where the task asks for one, may do so.
@@ -39,7 +38,7 @@ class ShardGraph:
         constants: placeholder names of the constants used.
         inputs: indices of the batch tensors used.
         live_in: names of the values from earlier shards.
-        live_out: names of the values made here that cross the end of the shard.
+        live_out: names of the values made here that later shards or the step's results need.
         cloned: names in `live_in` that are overwritten in place here, so that the shard must work on a copy.
         written_state: canonical names of the buffers overwritten by the shard.
         saved_state: canonical names of the buffers used here and overwritten by this shard or a later shard; a
@@ -74,12 +73,7 @@ def cut_shard(
 ) -> ShardGraph:
     """Make the shard of the nodes from position `first` up to, not including, `last`.
 
-    Args:
-        captured: the step.
-        analysis: facts about the step.
-        first: position of the first node.
-        last: position after the last node.
-        backend: backend of `torch.compile`, which compiles the shard at its first run; None to run node by node.
+    `backend` is a backend of `torch.compile`, which compiles the shard at its first run; None runs node by node.
     """
     nodes = captured.nodes[first:last]
     inside = set(nodes)
@@ -137,12 +131,8 @@ def _copied(
 ) -> fx.Graph:
     """Copy nodes of a step into a graph of their own.
 
-    Args:
-        captured: the step.
-        used: nodes outside, on which the nodes depend.
-        arguments: state, constants and values among `used`, in the order of the arguments of `ShardGraph.module`.
-        nodes: the nodes.
-        live_out: the nodes whose values the graph returns.
+    `used` has the nodes outside on which `nodes` depend, `arguments` state, constants and values among `used`, in the
+    order of the arguments of `ShardGraph.module`, and `live_out` the nodes whose values the graph returns.
     """
     state, constants, values = arguments
     graph = fx.Graph()
@@ -170,11 +160,6 @@ def compiled(module: fx.GraphModule, backend: str, written: Sequence[int]) -> Ca
 
     A shard's buffers lie side by side in a single block, and a compiler cannot tell that overwriting a buffer leaves the
     other buffers alone. Buffers at the positions `written` are therefore overwritten in separate copies.
-
-    Args:
-        module: the graph.
-        backend: backend of `torch.compile`.
-        written: positions of the arguments overwritten by the graph.
     """
     # By default Inductor uses its own random generator; torch's generator can be rewound by a recompute.
     options: dict[str, str | int | bool | Callable[..., Any]] | None = None

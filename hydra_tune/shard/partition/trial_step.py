@@ -5,8 +5,7 @@ come; what the step changes in Python is put back. `PlanLibrary` also takes the 
 `hollow_twin_of`), and plans a step that runs whole inside `restored`.
 
 Note: order. `GATE.exclusive` is entered first, then the guard of the Python state, so that nobody else changes the state
-before the guard has put the state back. A capture runs the forward alone; code of the user's in a backward first runs in the
-check (`shard/verify/plan_check.py`).
+before the guard has put the state back.
 """
 
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ from hydra_tune.shard.verify.value_numbering import ValuesNeededError
 
 
 def twin_of(model: nn.Module, mode: str | None = None, *, has_values: bool = True) -> nn.Module:
-    """Return a copy of a model, in the mode of a step if given; without `has_values`, trained parameters are not copied.
+    """Return a copy of a model, in the mode of a step if given; without `has_values`, trained parameters get no values.
 
     Frozen parameters in a shared file are not copied either: the copy shows the file once more.
 

@@ -2,8 +2,7 @@
 
 `ReachableValues` (`reachable_values.py`) makes a `NotedCache` of each cached function whose results are plain values or
 tensors, and reads the results by `results_of`. In `state_guard.py`, `PythonStateUndo` calls `undo`, and the other guards
-call `restore`. `PythonStateGuard` restores only while no other trial runs; `TaskStateGuard` restores, and `PythonStateUndo`
-undoes, beside other trials.
+call `restore`. Other trials may use the cache meanwhile.
 """
 
 import gc

@@ -5,8 +5,7 @@
 for installed and for extension classes. Of the integrations, `integrations/hydra_tune_transformers/own_loss.py` asks for
 globals, and `integrations/hydra_tune_lightning/validation_end.py` for installed modules. The answers about a class are
 kept as long as the class. Most other answers are kept in caches of the process, by code object or by name of a package,
-so a kept answer must not depend on anything that changes. The code of a user is only read, never run. The module must not
-import captures, plans or trials.
+so a kept answer must not depend on anything that changes. The code of a user is only read, never run.
 """
 
 import dis
@@ -32,9 +31,9 @@ _WHOLE_NAMESPACES = frozenset({"vars", "__dict__", "attrgetter", "asdict", "astu
 _ALWAYS = frozenset(
     {"torch", "numpy", "transformers", "lightning", "torchmetrics"}
     | {"hydra_tune", "hydra_tune_lightning", "hydra_tune_optuna", "hydra_tune_ray", "hydra_tune_transformers"}
-    | set(sys.stdlib_module_names)
 )
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
+_STANDARD = frozenset(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 
 
 def is_installed(module: str | None) -> bool:
@@ -68,6 +67,9 @@ def _is_top_installed(top: str) -> bool:
         return True
     module = sys.modules.get(top)
     file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    # A module of the user's may have the name of a module of the standard library, such as `profile`.
+    if top in sys.stdlib_module_names and (file is None or not _STANDARD.isdisjoint(Path(file).parents)):
+        return True
     # Also folders of another environment that a `.pth` file or PYTHONPATH adds, which Python does not list.
     return file is not None and (
         any(folder in Path(file).parents for folder in _folders()) or not _INSTALLED.isdisjoint(Path(file).parts)
@@ -164,10 +166,7 @@ def loaded_names(code: CodeType) -> frozenset[str]:
 def reads_value(code: CodeType, name: str, variables: Mapping[str, object]) -> bool:
     """Whether code reads an attribute that it does not call: `p.grad`, and not `torch.autograd.grad(...)`.
 
-    Args:
-        code: the code of a function.
-        name: the attribute.
-        variables: the function's global variables, by which an attribute of a module is known.
+    `variables` are the function's global variables, by which an attribute of a module is known.
     """
     steps = list(dis.get_instructions(code))
     imported = {
@@ -251,8 +250,7 @@ def makes_up_names(code: CodeType) -> bool:
 def _has_written_name(instructions: list[dis.Instruction]) -> bool:
     """Whether `getattr` is called next, with a text that stands in the code as its second argument.
 
-    Args:
-        instructions: what follows after `getattr` was loaded. Where they branch, the answer is no.
+    Where the instructions branch, the answer is no.
     """
     depth, second = 0, None  # values on the stack above `getattr`, and the instruction that has left the second
     for instruction in instructions:

@@ -1,15 +1,16 @@
 """`CodeWalk`: the part of a walk that follows functions, classes and attributes by the names in their code.
 
 `ReachableValues` (`reachable_values.py`) adds the values of all other kinds. The walk follows no code of an installed
-package. Of a function that a factory or decorator of a package returns, the walk notes the variables and defaults, or
-follows the function that a wrapper names as wrapped. Of an object of the user's, the walk notes the attributes that the
-walked code names; of an object of an installed package, all attributes, unless `_NOT_FOLLOWED` has the package. Where code
-reads attributes by any name (`takes_all`), all attributes of an object count. The module must not import captures, plans or
-trials, and a walk must not call the functions that the walk follows, or change a value.
+package. Of a function that a factory or decorator of a package returns, the walk follows the wrapped function alone;
+without a wrapped function, the walk notes the variables and defaults. Of an object of the user's, the walk notes the
+attributes that the walked code names; of an object of an installed package, all attributes, unless `_NOT_FOLLOWED` has the
+package. Where code reads attributes by any name (`takes_all`), all attributes in an object's `__dict__` count; slots and
+variables of a user's module count by name. A walk must not call the functions that the walk follows, or change a value.
 """
 
 import abc
 import builtins
+import collections
 import contextlib
 import functools
 import itertools
@@ -40,6 +41,7 @@ from hydra_tune.shard.python_state.code_names import (
 )
 from hydra_tune.shard.python_state.value_holder import (
     MISSING,
+    PLAIN,
     ValueHolder,
     Values,
     content_of,
@@ -53,7 +55,11 @@ ALL_MISSING = itertools.repeat(MISSING)
 _NOT_FOLLOWED = frozenset({"types", "argparse", "builtins", "logging", "threading", "optuna", "ray", "hydra_tune"})
 """Packages whose objects count by the attributes that the walked code names; of others' objects, all attributes count."""
 _WITHOUT_ATTRIBUTES = frozenset({"builtins", "abc", "typing", "collections", "contextlib", "enum"})
-"""Packages whose classes read no attributes of their own from objects of derived classes."""
+"""Packages whose classes, without those of `_WITH_CONTENTS`, are taken to read no attributes of derived objects."""
+_WITH_CONTENTS = (collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap)
+"""Classes of these packages that keep contents in attributes."""
+_OF_SETTINGS = frozenset({"omegaconf", "ml_collections", "yacs", "addict", "box", "easydict", "munch"})
+"""Packages of nested settings, which the walk follows to any depth."""
 INTERNALS = frozenset(vars(nn.Module()))
 """Attributes of each module of torch's: its parameters, buffers, submodules and hooks."""
 
@@ -95,6 +101,7 @@ class CodeWalk(abc.ABC):
         self.makes_up_names = self._takes_all = takes_all
         self._is_lenient = is_lenient
         self._classes: set[tuple[type, bool]] = set()
+        self._searched_modules: set[str] = set()
         self._own = {id(tensor) for tensor in tensors}
         self._is_in_model = self.has_environment = False
 
@@ -150,10 +157,7 @@ class CodeWalk(abc.ABC):
     def _may_run(self, name: str, kind: type, *, is_called: bool) -> bool:
         """Whether walked code, or the code of an installed base, may call a method by this name.
 
-        Args:
-            name: name of the method.
-            kind: class of a present object, or a class that walked code names.
-            is_called: whether walked code names the class, and so may make objects.
+        `is_called`: whether walked code names the class, and so may make objects.
         """
         if name in ("__init__", "__new__", "__post_init__"):
             return is_called
@@ -233,6 +237,10 @@ class CodeWalk(abc.ABC):
             self.visit(sys.modules.get(name), name, depth, library)
         if looks_up_modules(code):
             self._looked_up(code, space, label, depth, library)
+        if makes_up_names(code):
+            for value in (*holder.noted, *map(sys.modules.get, imported_names(code))):
+                if isinstance(value, types.ModuleType) and not is_installed(value.__name__):
+                    self._plain_variables(value, depth)
         defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
         self.visit(defaults, f"the defaults of {label}", depth, library)
         self.visit(vars(function), label, depth, library)
@@ -298,7 +306,16 @@ class CodeWalk(abc.ABC):
             self._environment()
         if not is_installed(module.__name__):
             content = vars(module)
-            self._named(content, sorted(name for name in self.names if name in content), module.__name__, depth, 0)
+            names = [name for name in self.names if name in content]
+            self._named(content, sorted(names), module.__name__, depth, 0)
+
+    def _plain_variables(self, module: types.ModuleType, depth: int) -> None:
+        """Hold the variables of a module of the user's by any name, but only values without parts, to bound the walk."""
+        if module.__name__ not in self._searched_modules:
+            self._searched_modules.add(module.__name__)
+            content = vars(module)
+            names = [name for name in content if isinstance(content[name], PLAIN) and not name.startswith("__")]
+            self._named(content, sorted(names), module.__name__, depth, 0)
 
     def _environment(self) -> None:
         if not self.has_environment:
@@ -323,14 +340,22 @@ class CodeWalk(abc.ABC):
         for part in (partial.func, partial.args, partial.keywords):
             self.visit(part, label, depth, library)
 
+    def _named_attributes(self, value: Any, label: str, depth: int, library: int) -> None:
+        """Hold and follow the attributes that the walked code names, of an object that counts by its contents otherwise."""
+        kind, attributes = type(value), getattr(value, "__dict__", None)
+        if not is_installed(kind.__module__):
+            self._class(kind, kind.__name__, depth, library)
+        if isinstance(attributes, dict):
+            self._named(attributes, self._known(attributes, kind), label, depth, library)
+
     def _attributes(self, value: Any, label: str, depth: int, library: int) -> None:
         """Hold and follow the attributes of an object."""
         kind = type(value)
         if not is_installed(kind.__module__):
             self._class(kind, kind.__name__, depth, library)
             library = 0
-        elif kind.__module__.partition(".")[0] not in _NOT_FOLLOWED:
-            library += 1
+        elif (package := kind.__module__.partition(".")[0]) not in _NOT_FOLLOWED:
+            library = max(library, 1) if package in _OF_SETTINGS else library + 1
         # The code of an installed base reads attributes that no walked code names.
         takes_all = library > 0 or any(_reads_attributes(base) for base in kind.__mro__)
         attributes = getattr(value, "__dict__", None)
@@ -345,7 +370,9 @@ class CodeWalk(abc.ABC):
             )
             for name, item in zip(names, holder.noted, strict=False):
                 self.visit(item, f"{label}.{name}", depth, library)
-        slots = [name for base in kind.__mro__ for name in _slots(base) if takes_all or name in self.names]
+        slots = [
+            name for base in kind.__mro__ for name in _slots(base) if takes_all or self._takes_all or name in self.names
+        ]
         if slots:
             holder = self._hold(
                 [f"{label}.{name}" for name in slots],
@@ -412,4 +439,4 @@ def _slots(base: type) -> tuple[str, ...]:
 def _reads_attributes(base: type) -> bool:
     """Whether a class of an installed package may read attributes of its objects."""
     top = base.__module__.partition(".")[0]
-    return is_installed(top) and top not in _NOT_FOLLOWED and top not in _WITHOUT_ATTRIBUTES
+    return is_installed(top) and top not in _NOT_FOLLOWED and (top not in _WITHOUT_ATTRIBUTES or base in _WITH_CONTENTS)

@@ -17,7 +17,7 @@ Only sums, differences, products and quotients of a number and a tensor in float
 only there the bits cannot depend on whether a number or a tensor of one element is given. Quotients do so only where
 `NumberInputTracer.divides`.
 
-Note: threads. The capture runs inside `GATE.exclusive`. The module must not import captures, plans or trials.
+Note: threads. The capture runs inside `GATE.exclusive`.
 """
 
 import functools
@@ -162,10 +162,9 @@ class NumberInputTracer:
     Args:
         inputs: receives what is found.
         tensors: the graph's inputs, of one element each.
-        divides: whether a quotient of a tensor and a number has the bits of a quotient of two tensors.
 
     Attributes:
-        divides: as given.
+        divides: whether a quotient of a tensor and a number has the bits of a quotient of two tensors.
         is_open: whether the capture is under way.
     """
 
@@ -229,7 +228,6 @@ class TracedNumber:
     """A number of a step's Python state while the step is captured.
 
     Attributes:
-        value: the number.
         compute: computes the number from the numbers of all places.
         form: the number of the computation; equal for equal computations.
     """

@@ -2,12 +2,12 @@
 
 A graph repeats for ever what the step has read from a file during its capture. `capture` (`shard/capture/step_capture.py`)
 notes the files. `PlanLibrary` (`shard/partition/plan_cache.py`) looks at the files before a plan serves a further trial, and
-`PythonStateGuard.watch` adds their holders to the guard of each trial that uses the plan. The module must not import
-captures, plans or trials.
+`PythonStateGuard.watch` adds their holders to the guard of each trial that uses the plan.
 
-Note: threads. The functions are replaced for the whole process, and note the calls of the capture's thread alone. So files
-that another thread, another process, or the C++ code of an extension module reads remain unseen. One thread at a time may
-be inside `noting_files`.
+Note: threads. The functions are replaced for the whole process, and note the calls of the capture's thread alone. So
+files that another thread, another process, or the C++ code of an extension module reads remain unseen, and so do calls
+of a function that a module of the user's has imported by name (`from io import open`). One thread at a time may be
+inside `noting_files`.
 """
 
 import builtins
@@ -109,7 +109,7 @@ def noting_files(noted: dict[str, FileHolder]) -> Iterator[None]:
     """Context in which `noted` receives a holder for each file and folder that the thread's Python is about to read.
 
     Files of installed packages and of the system, code files (`_OF_PROGRAMS`), and files that are only written are left
-    out, and so is all that torch's compiler asks for. One thread at a time may be inside.
+    out, and so is all that torch's compiler asks for.
 
     Raises:
         CaptureError: code in the context has read too many files to look at them before each step.

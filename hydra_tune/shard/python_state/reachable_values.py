@@ -2,10 +2,11 @@
 
 The walk follows the user's functions, classes and modules, and no code of an installed package. Of an object of the user's,
 the walk notes the attributes that the walked code names; of an `nn.Module`, and of most objects of installed packages, all
-attributes. Code that makes up names makes all attributes count. Each place that can hold another value later becomes a
-`ValueHolder`. `CodeWalk` (`code_walk.py`) follows code and attributes, and this module values by their kind. `walked`
-repeats the walk until no further names come in. All guards and checks of `state_guard.py` use the result, and so does
-`shard/capture/own_functions.py`. The module must not know tasks.
+attributes, for at most four such objects in a row. Of sets, partials, threads, loaders, files, generators of numbers and
+arrays, the walk notes no attributes. Code that makes up names makes all attributes in a `__dict__` count. Each place that
+can hold another value later becomes a `ValueHolder`. `CodeWalk` (`code_walk.py`) follows code and attributes, and this
+module values by their kind. `walked` repeats the walk until no further names come in. All guards and checks of
+`state_guard.py` use the result, and so does `shard/capture/own_functions.py`. The module must not know tasks.
 
 Note: objects may do anything where code looks at the objects, and other threads may change objects meanwhile. Where a look
 raises, a strict walk refuses the step (`CaptureError`), except below an object of an installed package. There, and
@@ -33,6 +34,7 @@ import types
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -82,7 +84,7 @@ _SCHEDULE_METHODS = frozenset({"step", "get_lr", "state_dict", "load_state_dict"
 _OF_PROCESS = random.random.__self__  # type: ignore[attr-defined]
 """The object behind the functions of `random`; for a trial's thread, the trial's stream (`train/rng/own_python.py`).
 
-`plan_check.py` refuses a step that draws from the object.
+`shard/verify/plan_check.py` refuses a step that draws from the object.
 """
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
@@ -98,11 +100,7 @@ class ReachableValues(CodeWalk):
 
     Args:
         model: the step's model, whose parameters and buffers are no Python state.
-        names: attributes that the code may read, from an earlier walk.
-        stored: attributes that the code may set, from an earlier walk.
-        takes_all: whether the code may read attributes by any name, from an earlier walk.
         keeps_tensors: whether holders keep copies of tensors.
-        is_lenient: whether to pass over what cannot be followed, instead of raising.
         skips_large: whether to pass over large tensors and arrays, which are samples and no counters.
 
     Attributes:
@@ -112,7 +110,7 @@ class ReachableValues(CodeWalk):
         aliases: tensors and arrays outside of the model that share the memory of its parameters or buffers, in words.
         seen: the values found, by identity; kept alive, because identities of freed objects are given again.
 
-    The other attributes are those of `CodeWalk`.
+    The other arguments and attributes are those of `CodeWalk`.
     """
 
     def __init__(
@@ -132,6 +130,7 @@ class ReachableValues(CodeWalk):
         self.iterators: list[str] = []
         self.aliases: list[str] = []
         self.seen: dict[int, object] = {}
+        self._deep: dict[int, object] = {}
         self._model, self._keeps_tensors = model, keeps_tensors
         self._skips_large = skips_large
         parts = () if model is None else tuple(model.modules())
@@ -176,12 +175,19 @@ class ReachableValues(CodeWalk):
             self.self_references.append(label)
         if type(value) in EXACT or id(value) in self.seen or id(value) in self._own:
             return
-        if library > _MAX_LIBRARY_DEPTH or (library and len(self.holders) > _MAX_HOLDERS):
+        if library and len(self.holders) > _MAX_HOLDERS:
             return
         if depth > _MAX_DEPTH or len(self.holders) > _MAX_HOLDERS:
             if self._is_lenient:
                 return
             raise CaptureError(f"its Python holds more values than can be followed, from {label} on")
+        if library > _MAX_LIBRARY_DEPTH:
+            # So far down, only what the user's code names. Another way to the value may be shorter, so not yet `seen`.
+            if id(value) not in self._deep:
+                self._deep[id(value)] = value
+                with suppress(Exception):
+                    self._named_attributes(value, label, depth + 1, library)
+            return
         self.seen[id(value)] = value
         if any(value is each for each in (os.environ, os.environb, os.getenv, os.getenvb)):
             self._environment()
@@ -196,6 +202,8 @@ class ReachableValues(CodeWalk):
         try:
             follow = next((follow for kinds, follow in _BY_TYPE if isinstance(value, kinds)), ReachableValues._object)
             follow(self, value, label, depth + 1, library)
+            if follow in _BY_CONTENTS:
+                self._named_attributes(value, label, depth + 1, library)
         except (CaptureError, TaskError):
             raise
         except Exception as error:
@@ -348,6 +356,8 @@ class ReachableValues(CodeWalk):
                 self.visit(value, f"{label}[{name}]"[:200], depth, library)
                 if not is_installed(type(key).__module__):  # an object of the user's, whose attributes may change
                     self.visit(key, f"the key {name} of {label}"[:200], depth, library)
+        if isinstance(mapping, collections.defaultdict):
+            self.visit(mapping.default_factory, f"the default of {label}", depth, library)
         self._attributes(mapping, label, depth, library)
 
     def _sequence(self, sequence: Any, label: str, depth: int, library: int) -> None:
@@ -435,13 +445,18 @@ class ReachableValues(CodeWalk):
         if type(value) not in EXACT:
             self._attributes(value, label, depth, library)
 
-    def _nothing(self, value: Any, label: str, depth: int, library: int) -> None:
-        """Only the identity counts."""
+    def _thread(self, thread: threading.Thread, label: str, depth: int, library: int) -> None:
+        """The values without parts that the walked code names: what the thread itself works on changes at any time."""
+        attributes = vars(thread)
+        known = self._known(attributes, type(thread))
+        names = [name for name in known if name not in attributes or isinstance(attributes[name], PLAIN)]
+        self._named(attributes, names, label, depth, library)
 
     def _object(self, value: Any, label: str, depth: int, library: int) -> None:
         numpy, kind = sys.modules.get("numpy"), type(value)
         if numpy is not None and isinstance(value, numpy.ndarray):
             self._array(value, label)
+            self._named_attributes(value, label, depth, library)
         elif numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
             if value is numpy.random.mtrand._rand:  # noqa: SLF001 - numpy's stream of the process; its functions may be replaced
                 return
@@ -545,12 +560,27 @@ _BY_TYPE: tuple[tuple[Any, Callable[..., None]], ...] = (
     (weakref.ref, ReachableValues._reference),  # noqa: SLF001
     (type(functools.lru_cache(int)), ReachableValues._wrapped),  # noqa: SLF001
     ((types.BuiltinFunctionType, types.MethodWrapperType), ReachableValues._builtin),  # noqa: SLF001
-    (threading.Thread, ReachableValues._nothing),  # noqa: SLF001
+    (threading.Thread, ReachableValues._thread),  # noqa: SLF001
     ((multiprocessing.connection.Connection, socket.socket), ReachableValues._iterator),  # noqa: SLF001
     ((threading.Event, threading.Semaphore, threading.Condition), ReachableValues._synchronized),  # noqa: SLF001
     (io.IOBase, ReachableValues._file),  # noqa: SLF001
     (Iterator, ReachableValues._iterator),  # noqa: SLF001
 )
+
+
+_BY_CONTENTS = frozenset(
+    {
+        ReachableValues._partial,  # noqa: SLF001
+        ReachableValues._loader,  # noqa: SLF001
+        ReachableValues._set,  # noqa: SLF001
+        ReachableValues._random,  # noqa: SLF001
+        ReachableValues._generator,  # noqa: SLF001
+        ReachableValues._wrapped,  # noqa: SLF001
+        ReachableValues._synchronized,  # noqa: SLF001
+        ReachableValues._file,  # noqa: SLF001
+    }
+)
+"""Ways to follow an object that leave its attributes out."""
 
 
 def _name_of_key(key: Any, place: int) -> str:

@@ -17,8 +17,7 @@ that run again (`train/loop/direct.py`), steps of stand-ins (`shard/cost/update_
 `train/checkpoint/python_changes.py` compares the `digests` of such a guard with those of a checkpoint. The functions at the
 end refuse steps: `train/loop/plan_cache.py` and `pool/fusion/group_matcher.py` call `check_kept` and `check_gradients`,
 `shard/partition/trial_step.py` calls `check_own_copy`, and `fusion/group/member.py` calls `reached`. `Trial`
-(`train/trial.py`) calls `names_parameters`, and `shard/verify/process_state.py` calls `shares_state`. The module must not
-import captures, plans or trials; of a trial, the module knows the task and the model.
+(`train/trial.py`) calls `names_parameters`, and `shard/verify/process_state.py` calls `shares_state`.
 
 Note: files are not reached by a walk. A capture notes the files that the step reads (`opened_files.py`), and `watch` adds
 their holders.
@@ -71,9 +70,7 @@ class PythonStateGuard:
     """Notes the values that a step may read.
 
     Args:
-        task: the task of the step.
         module: the trial's model, or the copy on which the step will run.
-        mode: "train" or "evaluate".
         keeps_tensors: whether `restore` puts the contents of tensors back as well, which are copied for that.
         is_lenient: whether to pass over what cannot be followed, instead of raising.
         inputs: numbers, in words, that may change because the graph takes them as inputs; unknown ones are left out.
@@ -196,8 +193,7 @@ class PythonStateGuard:
     def restore(self, *, only_tensors: bool = False) -> None:
         """Put the noted values back where values have changed and can be written, and forget results computed since.
 
-        Args:
-            only_tensors: put back only the contents of tensors; keep results.
+        With `only_tensors`, only the contents of tensors are put back, and results stay.
         """
         holders = [holder for holder in self._holders if holder.is_tensor or not only_tensors]
         changed = [(holder, label) for holder in holders if (label := holder.change()) is not None]
@@ -231,7 +227,6 @@ class PythonStateUndo:
 
     Args:
         handles: functions and data, by the names of their arguments.
-        tasks: the tasks of the functions and data.
         module: a model whose attributes count as well, but not its tensors.
 
     Attributes:
@@ -332,7 +327,6 @@ class TaskStateGuard:
     be followed, and large arrays in mapped files, are passed over.
 
     Args:
-        task: the task of the trial.
         module: the trial's model, whose tensors are no Python state.
     """
 
@@ -407,12 +401,7 @@ class TaskStateGuard:
 
 
 def shares_state(task: TrainTask, mode: str) -> bool:
-    """Whether the step reaches an object, container, array or tensor that another trial under way reaches, too.
-
-    Args:
-        task: the task of the step.
-        mode: "train" or "evaluate".
-    """
+    """Whether the step reaches an object, container, array or tensor that another trial under way reaches, too."""
     walk = walked(step_functions(task, mode), None, keeps_tensors=False, is_lenient=True)
     own = {holder.owner for holder in walk.holders if holder.owner}
     return not own.isdisjoint(TaskStateGuard.owners_of_others(task))
@@ -429,11 +418,6 @@ def names_parameters(scheduler: object) -> bool:
 def check_own_copy(task: TrainTask, module: nn.Module, mode: str) -> None:
     """Refuse a step that reaches the model by other ways than its argument: a step on a copy would use the original.
 
-    Args:
-        task: the task of the step.
-        module: the trial's model.
-        mode: "train" or "evaluate".
-
     Raises:
         TaskError: a function of the step, or of the model, holds the model or a part of it; or as of `PythonStateGuard`.
     """
@@ -449,10 +433,7 @@ def check_own_copy(task: TrainTask, module: nn.Module, mode: str) -> None:
 def check_kept(task: TrainTask, module: nn.Module, kept_names: Mapping[str, set[str]]) -> None:
     """Refuse a step that keeps tensors in attributes of the model which code outside of the step reads.
 
-    Args:
-        task: the task of the steps.
-        module: the trial's model.
-        kept_names: mode -> attributes in which the steps of captured plans of that mode would keep tensors.
+    `kept_names`: mode -> attributes in which the steps of captured plans of that mode would keep tensors.
 
     Raises:
         TaskError: the user's code between steps (data, scheduler and other arguments), or a step of the other mode, reads such
@@ -481,11 +462,6 @@ def _reads_gradients(function: FunctionType, gradient_names: frozenset[str]) -> 
 
 def check_gradients(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> None:
     """Refuse code that reads gradients which units do not leave on the parameters: of earlier batches, or of no update.
-
-    Args:
-        task: the task of the steps.
-        module: the trial's model.
-        optimizer: the trial's optimizer.
 
     Raises:
         TaskError: as said.
@@ -534,9 +510,7 @@ def functions_between_steps(task: TrainTask) -> dict[str, object]:
 def reached(functions: Mapping[str, object], targets: Iterable[object]) -> str | None:
     """Name a function from which the walk comes to one of some objects, or None.
 
-    Args:
-        functions: functions by the task's argument.
-        targets: objects; identity counts.
+    Identity of the targets counts.
     """
     wanted = {id(target) for target in targets}
     for name, function in functions.items():

@@ -35,10 +35,14 @@ def writers_of(tensor: Tensor) -> tuple[Callable[[Values], None], Callable[[], U
     """
     gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
     is_small = tensor.nbytes <= _MAX_KEPT_BYTES
-    before = tensor.detach().clone() if is_small else None
+    alias = tensor.detach()
+    before = alias.clone() if is_small else None
     gradient_before = gradient.detach().clone() if is_small and gradient is not None else None
 
     def write(_: Values) -> None:
+        # Under a capture, `tensor.data = ...` leaves the tensor on the memory of a fake tensor, which has no bytes.
+        if tensor.is_meta:
+            tensor.data = alias
         if before is not None:
             with torch.no_grad():
                 tensor.copy_(before)

@@ -153,10 +153,7 @@ class ValueHolder:
             self.write(noted)
 
     def undo(self) -> Undo | None:
-        """Return a function that puts back each item that differs by now, if the item has not changed again; None if none does.
-
-        The function returns whether it could put all of them back.
-        """
+        """Return a function that puts back each item that differs by now, if the item has not changed again; else None."""
         write = self.write
         if write is None or self.change() is None:
             return None
@@ -376,13 +373,7 @@ def _is_equal(one: object, other: object) -> bool:
 
 
 def undo_by_element(values: Any, before: Any, write: Callable[[Values], None]) -> Callable[[], Undo]:
-    """Return `ValueHolder.undo` of an array or a detached tensor, in which trials may each have an element of their own.
-
-    Args:
-        values: the array or tensor.
-        before: a copy of the values to put back.
-        write: puts all values back.
-    """
+    """Return `ValueHolder.undo` of an array or a detached tensor, in which trials may each have an element of their own."""
 
     def undo() -> Undo:
         after = copy.deepcopy(values)

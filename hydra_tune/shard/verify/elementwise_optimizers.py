@@ -29,11 +29,7 @@ class _PieceStateMismatchError(Exception):
 
 
 def whole_state(states: Sequence[Mapping[str, Any]], cut: TensorCut) -> dict[str, Any]:
-    """Join the optimizer's states of a parameter's pieces into the state of the whole parameter.
-
-    Args:
-        states: state of each piece, in order.
-        cut: cut of the parameter.
+    """Join the optimizer's states of a parameter's pieces, in order, into the state of the whole parameter.
 
     Raises:
         TaskError: the states do not belong to a single tensor; the optimizer does not update each element by itself.

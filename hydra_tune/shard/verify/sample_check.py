@@ -34,7 +34,6 @@ class SampledStep:
     """A plan's step for a few samples.
 
     Attributes:
-        batch: the samples.
         plan: plan with the cuts of the whole batch's plan, recomputing its activations.
         kept: the same plan, with activations kept as in the whole batch's plan.
         size: samples in the whole batch.
@@ -62,19 +61,13 @@ def sample_of(
     capture_again: Callable[[Any], CapturedStepGraph],
     measure: Callable[[CapturedStepGraph, tuple[Tensor, ...]], tuple[GraphAnalysis, ShardPilot]],
 ) -> SampledStep | None:
-    """Make the step for the first samples of a batch.
+    """Make the step for the first samples of the batch that `captured` was captured with.
 
-    Args:
-        captured: the step of the whole batch.
-        plan: plan that recomputes activations.
-        kept: the same plan with activations kept, or `plan` itself.
-        leaves: leaves of the whole batch.
-        capture_again: captures the step of another batch.
-        measure: analyses a captured step.
+    `kept` is `plan` with activations kept, or `plan` itself. `capture_again` captures the step of another batch.
 
     Returns:
-        The sample; None if the two graphs are not shown to be the same step, or if the batch has fewer than twice as
-        many samples.
+        The sample; None if the two graphs are not shown to be the same step with the same cuts, or if the batch is too small
+        or has tensors of several lengths.
     """
     batch = _first_samples(leaves)
     if batch is None:
@@ -112,11 +105,7 @@ def _keeping_like(kept: ShardPlan, plan: ShardPlan, pilot: ShardPilot) -> ShardP
 
 
 class _SampleGraphComparison:
-    """Walks through two graphs side by side.
-
-    Args:
-        size: samples in the capture of the first graph; the second graph was captured with a few samples.
-    """
+    """Walks through two graphs side by side: the first captured with `size` samples, the second with a few."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -116,15 +116,10 @@ def _difference_of_steps(
     num_steps: int,
     is_large: tuple[bool, bool] | None = None,
 ) -> str | None:
-    """Say how steps of all members at once and steps of each member differ; None: they give the same bits.
+    """Say how steps of all members (name and parameter group) at once and steps of each member differ; None: in no bit.
 
-    Args:
-        optimizer: a trial's optimizer.
-        members: name and parameter group of each stand-in.
-        specs: geometry of the parameters.
-        num_steps: number of steps, enough for what an optimizer does every few steps.
-        is_large: whether members at even and at odd places have huge gradients, beside which the gradients of the others
-            are tiny. A bound on a norm of all gradients then holds for some members alone, wherever the bound lies.
+    `is_large` tells whether members at even and at odd places have huge gradients, beside which the gradients of the others
+    are tiny. A bound on a norm of all gradients then holds for some members alone, wherever the bound lies.
     """
     why = "does not update each parameter by itself, or counts its steps"
     together, apart = (_small(optimizer, members, specs, is_tiny=is_large is not None) for _ in range(2))
@@ -237,7 +232,6 @@ def _value(leaf: object) -> object:
 
 
 def _state(optimizer: Optimizer, leaves: list[Tensor]) -> list[object]:
-    """Values other than tensors in the state."""
     return [
         {key: value for key, value in optimizer.state[leaf].items() if not isinstance(value, Tensor)} for leaf in leaves
     ]

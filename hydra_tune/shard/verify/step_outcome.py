@@ -12,7 +12,7 @@ leave the buffers of the copy changed.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,7 @@ from hydra_tune.shard.capture.precision import eager_autocast
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.capture.step_module import step_module
 from hydra_tune.shard.execute.chain import ShardChain, parameter_gradient_key
+from hydra_tune.shard.execute.compute import backward_nodes
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.task import TrainTask
 
@@ -104,10 +105,7 @@ class StepOutcome:
 
     Attributes:
         results: the loss, or the metrics.
-        gradients: gradients of the parameters.
-        buffers: buffers after the step.
         random_state: state of the generator after the step; for a plan, before the first recompute.
-        operators: names of the computing operators.
         reads: values read by Python, in order; for a plan, only of the first run of each shard.
         functions: the user's own `torch.autograd.Function`s in the backward; for a plan, those that its graphs call.
     """
@@ -211,8 +209,8 @@ def run_eager(
         task: describes the step.
         twin: a copy of the trial's model; its buffers keep the changes of the step.
         mode: "train" or "evaluate".
-        batch: the batch; the step may change the batch.
-        guards: receives the questions of the step's Python about the batch, if any.
+        batch: the step may change the batch.
+        guards: as of `verify`.
         begins: whether the step is the first of its pass; a later step goes on in the modes that the earlier one has left.
 
     Raises:
@@ -246,20 +244,6 @@ def run_eager(
     )
 
 
-def backward_nodes(root: Tensor) -> Iterator[Any]:
-    """Iterate over the nodes of a tensor's autograd graph, each once, in no particular order."""
-    visited: set[Any] = {None}
-    # A list and not a recursion, because a graph may be deeper than Python's stack.
-    unvisited: list[Any] = [root.grad_fn]
-    while unvisited:
-        node = unvisited.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        unvisited += [following for following, _ in node.next_functions]
-        yield node
-
-
 def _own_functions(loss: Tensor) -> frozenset[type]:
     """Functions in a loss's autograd graph with a backward in Python; a capture resolves reentrant checkpoints."""
     functions: set[type] = {
@@ -271,11 +255,7 @@ def _own_functions(loss: Tensor) -> frozenset[type]:
 
 
 def refuse_sparse(gradients: dict[str, Tensor]) -> None:
-    """Raise `TaskError` for a sparse gradient.
-
-    Args:
-        gradients: gradient by parameter name.
-    """
+    """Raise `TaskError` for a sparse gradient, by the parameter's name."""
     for name, gradient in gradients.items():
         if gradient.layout is not torch.strided:
             raise TaskError(

@@ -1,11 +1,11 @@
 """Runs a step without arithmetic: every tensor has a number in place of its values, and equal numbers mean equal values.
 
 Under `ValueNumbering`, an operator computes only where all its operands have values: the batch, constants, and results of
-these. All other results share the same memory, which no operator writes, so a step takes little memory. The number of a
+these. An operator that draws does not compute. Other results share memory that no operator writes. The number of a
 result follows from the operator, its plain arguments, and the numbers and geometry of its operands. Two runs whose losses,
-gradients and buffers have the same numbers run the same operators on the same operands, and so have the same bits. `verify`
-(`plan_check.py`) compares the eager step with a plan in this way where a pool has no CPU device: the numbers take seconds
-for a model of any size, and the values minutes.
+gradients and buffers have the same numbers run the same operators on the same operands, and so have the same bits. Where a
+pool has no CPU device, `PlanLibrary` (`shard/partition/plan_cache.py`) has `verify` (`plan_check.py`) compare the eager step
+with a plan in this way first: for a large model the numbers take seconds, and the values minutes.
 
 Note: why not fake tensors. Code may ask whether its tensors are fake, and take another path than in training, as it did
 during the capture. The tensors here are ordinary CPU tensors, so the eager step takes its ordinary path.
@@ -92,11 +92,7 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def run(self, model: nn.Module) -> Iterator[None]:
-        """Context of a run, from the trial's parameters and buffers.
-
-        Args:
-            model: a copy of the trial's model, whose parameters and buffers need no bytes.
-        """
+        """Context of a run on a copy of the trial's model, whose parameters and buffers need no bytes."""
         for name, tensor in named_state(model):
             is_parameter = isinstance(tensor, nn.Parameter)
             if is_parameter and self._parameters.setdefault(name, _identity(tensor)) != _identity(tensor):

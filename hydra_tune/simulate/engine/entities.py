@@ -41,15 +41,13 @@ class SimulatedJobState:
 
     Args:
         number: place in the order of submission.
-        trial: description of the trial.
-        grid: rounds durations.
         reports_wait: whether the trial waits for an answer to each report.
 
     Attributes:
         steps_under_way: steps of the running burst; 1 where a step is made of units.
         burst_step_seconds: seconds of each step of the burst, on its device.
         step, position: the running or next unit: its step, and its place in the step.
-        milestone: the next step with a special beginning: a report, a corrected estimate, or the end.
+        milestone: the next step with a special beginning: a report that waits for its answer, a corrected estimate, or the end.
         is_ready: whether the scheduler has the trial's next unit and may run it.
         places: for each shard the number of the device that holds or receives the shard.
         told: the places that the scheduler knows of.
@@ -110,7 +108,7 @@ class SimulatedJobState:
 
     @property
     def is_cut_by_report(self) -> bool:
-        """Whether the burst that has just ended was cut short by a due report."""
+        """Whether the burst that has just ended has ended at a report."""
         every = self.trial.report_steps
         return self.trial.burst_steps > 1 and every is not None and self.step % every == 0
 
@@ -128,7 +126,7 @@ class SimulatedJobState:
         return self.durations[speed]
 
     def advance(self, num_steps: int) -> None:
-        """Advance by whole steps."""
+        """Count steps as done; 0 only recomputes `planned_seconds`."""
         self.step += num_steps
         self.planned_seconds = (self.trial.steps - self.step) * self.step_seconds
 
@@ -149,7 +147,6 @@ class SimulatedDeviceState:
 
     Args:
         number: place in the scenario.
-        device: description of the device.
 
     Attributes:
         is_there: whether the device has joined and is not lost.

@@ -22,15 +22,7 @@ class Lookahead(Protocol):
 
 
 class SimulatedPrefetcher(NextJobPredictor):
-    """Prefetches a device's next shard.
-
-    Args:
-        policy: makes the selections.
-        scheduler: has the views of jobs.
-        devices: as numbered.
-        jobs: all jobs by name.
-        transfers: sends the shards.
-    """
+    """Prefetches a device's next shard; `policy` makes the selections."""
 
     def __init__(
         self,
@@ -44,13 +36,7 @@ class SimulatedPrefetcher(NextJobPredictor):
         self._views, self._devices, self._jobs, self._transfers = scheduler, devices, jobs, transfers
 
     def buffer_next(self, device: SimulatedDeviceState, now: float, offset: float) -> None:
-        """Prefetch a device's next shard, as a unit begins to compute.
-
-        Args:
-            device: device of the unit.
-            now: the time, in seconds.
-            offset: seconds added to every remaining time told to the scheduler.
-        """
+        """Prefetch a device's next shard, as a unit begins to compute; `offset` is `Simulator.offset`."""
         running_job = device.job
         assert running_job is not None
         if device.bandwidth is None:

@@ -73,9 +73,6 @@ def simulate(
         skip_repeats: skip exact repetitions instead of simulating them unit by unit. Changes no figure but
             `units_skipped`.
 
-    Returns:
-        The figures.
-
     Raises:
         ConfigError: an unknown policy, or times so long that shorter ones vanish by rounding.
     """

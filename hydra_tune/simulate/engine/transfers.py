@@ -55,9 +55,7 @@ class ShardTransferSimulator:
     """Moves shards to devices.
 
     Args:
-        scenario: has the bandwidths.
         devices, jobs: as numbered.
-        grid: rounds durations.
         timeline: receives a bar for each load.
         moved: called with a job and each of its shards that is brought or evicted; not where a device or a trial ends.
     """
@@ -78,11 +76,7 @@ class ShardTransferSimulator:
         self.first_loads = 0
 
     def bring(self, device: SimulatedDeviceState, job: SimulatedJobState, shard: int, now: float) -> float:
-        """Bring a shard to a device.
-
-        Returns:
-            Arrival time, in seconds.
-        """
+        """Bring a shard to a device, unless the shard is there; return the arrival time, in seconds."""
         key = (job.number, shard)
         ready = device.shards.get(key)
         if ready is not None:

@@ -113,15 +113,9 @@ class ReplayPager:
         return sum(device.bytes_across for device in self._devices.values())
 
     def act(self, name: str, action: TurnAction, copies: Copies) -> Iterator[int]:
-        """Perform a turn's action on a device's memory.
+        """Perform a turn's action on a device's memory; yield nanoseconds to wait.
 
-        Args:
-            name: of the device.
-            action: the action.
-            copies: copies that the action caused in the recorded run; a repeated copy takes as long again.
-
-        Yields:
-            Nanoseconds to wait.
+        `copies` are the copies that the action caused in the recorded run; a repeated copy takes as long again.
         """
         device = self._devices[name]
         blocks = self._known(action)
@@ -140,13 +134,7 @@ class ReplayPager:
             yield from self.give_up(action, copies)
 
     def act_ahead(self, name: str, action: TurnAction, sent: Sequence[BlockCopySpan]) -> None:
-        """Perform a turn's background action.
-
-        Args:
-            name: of the device.
-            action: the action.
-            sent: background copies of the turn.
-        """
+        """Perform a turn's background action; `sent` are the background copies of the turn."""
         device = self._devices[name]
         for block in self._known(action):
             is_free = block.pinned_for is None and block.free_ns <= self._clock()

@@ -128,9 +128,6 @@ def replay(recording: Recording, policy: str | Policy | None = None) -> ReplayCo
         recording: of a run that has ended.
         policy: the deciding policy; None: the policy of the run.
 
-    Returns:
-        The run and the simulation.
-
     Raises:
         ConfigError: an unknown policy, a recording of a run that had not ended, or an inconsistent recording.
     """
@@ -174,7 +171,7 @@ class _RecordingReplayer:
         self._decisions: list[SchedulerDecision] = []
 
     def play(self) -> ReplayComparison:
-        """Play the whole recording, and return its decisions beside those of the replay."""
+        """Play the whole recording."""
         while self._heap:
             self._now, _, act = heapq.heappop(self._heap)
             act()

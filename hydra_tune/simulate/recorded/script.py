@@ -63,7 +63,6 @@ class ScriptedTurn:
     Args:
         actions: the turn's actions, stops included.
         began_ns: time of the command.
-        unit: the commanded unit.
         ended_ns: time at which the scheduler learned of the end.
         end: event that told the scheduler.
         sent: copies begun in the background.
@@ -125,7 +124,6 @@ class RunScript:
     """A whole run as scripts.
 
     Args:
-        scripts: by job.
         outside: events with a time of their own (jobs submitted, paused, cancelled, ...), with the time in nanoseconds.
     """
 
@@ -153,11 +151,7 @@ class _RunScriptBuilder:
         self._preparer_free = 0
 
     def read(self) -> RunScript:
-        """Split the recording's decisions into events from outside and a script for each job.
-
-        Raises:
-            ConfigError: the recorded run has not ended, had no jobs, or lent devices to a running job.
-        """
+        """Split the recording's decisions into events from outside and a script for each job; errors as of `scripts_of`."""
         for decision in self._recording.decisions:
             outside = [event for event in decision.events if not self._inside(decision.at_ns, event)]
             if outside:

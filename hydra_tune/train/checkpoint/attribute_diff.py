@@ -40,12 +40,9 @@ _CONTAINERS = _MAPPINGS | {list, set, deque}
 class _EarlierAttribute:
     """An earlier attribute value: its text or, if no checkpoint can hold the value, the object itself.
 
-    Attributes:
-        text: the value as text.
-        value: the object itself.
-        containers: place and `id` of each container in the value. Another container has the same `id` only if the
-            earlier one no longer exists, and then nothing else holds the earlier one.
-        content: what a container that no checkpoint can hold has held, as far as comparable.
+    `containers` has place and `id` of each container in the value. Another container has the same `id` only if the earlier
+    one no longer exists, and then nothing else holds the earlier one. `content` is what a container that no checkpoint can
+    hold has held, as far as comparable.
     """
 
     text: str | None
@@ -129,12 +126,7 @@ class AttributeTracker:
     def restore(
         self, saved: Mapping[str, Mapping[str, Any]], details: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """Set attributes to the values from `changed`, and delete those that were deleted.
-
-        Args:
-            saved: result of `changed`.
-            details: result of `details`; None if the checkpoint is older than `details`.
-        """
+        """Set attributes to the values from `changed`, and delete deleted ones; older checkpoints have no details."""
         deleted = details["deleted"] if details else {}
         in_place = details["in_place"] if details else {}
         for path, item in self._objects():

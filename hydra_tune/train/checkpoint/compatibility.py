@@ -39,14 +39,7 @@ Change = tuple[str, Any, Any]
 
 
 def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
-    """Describe a task and the objects built by its factories, before training; plain values and tensors.
-
-    Args:
-        task: the task.
-        module: the module, just built by its factory, like the other objects.
-        optimizer: see `module`.
-        scheduler: see `module`; None if there is none.
-    """
+    """Describe a task and the objects that its factories have just built, before training; plain values and tensors."""
     names = {id(tensor): name for name, tensor in module.named_parameters()}
     return {
         "torch": torch.__version__.partition("+")[0],
@@ -80,7 +73,7 @@ def kinds_of(module: nn.Module) -> dict[str, Any]:
 
 
 def kinds_as_built(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a description that `kinds_of` makes."""
+    """Return the part of a description that `kinds_of` makes, as of the factories."""
     return {part: description[part] for part in ("parameters", "buffers")}
 
 
@@ -123,7 +116,7 @@ def _has_state(scheduler: Any) -> bool:
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return the differences between two descriptions."""
+    """Return the differences between the description in a checkpoint and the present one."""
     return list(_changes("", saved, now))
 
 

@@ -19,11 +19,7 @@ _MOST_NAMED = 4  # in a warning
 
 
 class PythonChanges:
-    """Digests of the values of one trial's functions: at its beginning, and those that a checkpoint had.
-
-    Args:
-        trial: the trial's name, for messages.
-    """
+    """Digests of the values of one trial's functions: at its beginning, and those that a checkpoint had."""
 
     def __init__(self, trial: str) -> None:
         self._trial = trial
@@ -50,11 +46,7 @@ class PythonChanges:
         return dict(itertools.islice(changed, _MOST_SAVED))
 
     def compare(self, read: Callable[[], TaskStateGuard]) -> None:
-        """Log the values that differ from those of the checkpoint, once, before a resumed trial's first new batch.
-
-        Args:
-            read: returns the present values.
-        """
+        """Log the values that differ from those of the checkpoint, once, before a resumed trial's first new batch."""
         if self._is_compared:
             return
         self._is_compared = True

@@ -45,12 +45,7 @@ class TrialStateSnapshot:
         return lay_out(list(self.tensors.values()), _ALIGNMENT)[1]
 
     def copied(self, labels: Mapping[str, Any], buffer: Tensor | None = None) -> CheckpointContent:
-        """Copy the state to the host; the trial may go on afterwards.
-
-        Args:
-            labels: labels of the checkpoint.
-            buffer: destination of the copy, uint8; None: new memory.
-        """
+        """Copy the state to the host, into a buffer of uint8 or new memory; the trial may go on afterwards."""
         slots, size = lay_out(list(self.tensors.values()), _ALIGNMENT)
         flat = torch.empty(size, dtype=torch.uint8) if buffer is None else buffer[:size]
         copies = {name: slot.view(flat) for name, slot in zip(self.tensors, slots, strict=True)}

@@ -78,7 +78,6 @@ class StartCheckpoint:
     """Checkpoint from which a trial begins.
 
     Attributes:
-        saved: the checkpoint.
         allows_changes: whether the task may differ from the saved task; changed settings take their present values.
         only_weights: whether only parameters and buffers are restored, and training starts from scratch.
     """
@@ -90,10 +89,9 @@ class StartCheckpoint:
 
 @dataclass(slots=True, kw_only=True)
 class TrialObjects:
-    """The objects that a trial's factories have built, to be saved and restored.
+    """The objects that a trial's factories have just built, to be saved and restored.
 
     Args:
-        task, module, optimizer, scheduler: the trial's objects, just after the factories built them.
         parts: the optimizers of which `optimizer` consists; empty for a single one.
     """
 
@@ -139,7 +137,7 @@ class TrialObjects:
             )
 
     def state(self) -> dict[str, Any]:
-        """Return the state of all objects, without parameters and buffers; its tensors are the live tensors.
+        """Return the state of all objects, without parameters and buffers; its tensors are live, but for options of groups.
 
         Raises:
             CheckpointError: an attribute has a value that no checkpoint can hold, or parameter groups were added.
@@ -377,7 +375,7 @@ def _classes(module: nn.Module) -> dict[str, type]:
 def encoded(
     module: nn.Module, parts: Mapping[str, Any], shared: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Encode a trial's state as JSON values, and its tensors by name; the tensors are the live tensors.
+    """Encode a trial's state as JSON values, and its tensors, uncopied, by name.
 
     Args:
         module: module whose parameters and buffers are among the tensors.
@@ -419,11 +417,9 @@ def decoded(saved: CheckpointContent) -> dict[str, Any]:
 
 
 def copy_weights(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Set all parameters and buffers of a module that is as its factory built it.
+    """Set all parameters and buffers of a module that is as its factory built it; `state` is a result of `decoded`.
 
-    Args:
-        module: the module; gets the buffers that training has added, replaced by others of another kind, or set to None.
-        state: result of `decoded`.
+    The module gets the buffers that training has added, replaced by others of another kind, or set to None.
 
     Raises:
         CheckpointError: the module has another base.
@@ -453,11 +449,7 @@ def materialize(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_base(module: nn.Module, shared: Mapping[str, str]) -> None:
-    """Check that a module has the base of a checkpoint.
-
-    Args:
-        module: the module.
-        shared: digests of the parameters in the checkpoint's base, by name.
+    """Check that a module has the base of a checkpoint; `shared` has the digests of the base's parameters, by name.
 
     Raises:
         CheckpointError: a parameter is missing, or has other bytes.

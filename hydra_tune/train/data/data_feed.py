@@ -42,12 +42,7 @@ _DRAWN_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class SkippedBatches:
-    """Batches that a pass skips.
-
-    Args:
-        count: number of batches to skip.
-        then: called after the skipped batches, before the next batch is drawn.
-    """
+    """Number of batches that a pass skips; `then` is called after these, before the next batch is drawn."""
 
     count: int
     then: Callable[[], None]
@@ -65,7 +60,6 @@ class TrialDataFeed:
     Attributes:
         may_skip: whether another pass may skip the batches that the last pass has drawn so far.
         gives_picks: whether batches that are a gather are yielded as `UngatheredBatches`, for the caller to gather.
-        clock: clock of the wait for the loader.
     """
 
     def __init__(
@@ -117,11 +111,6 @@ class TrialDataFeed:
         self, handle: DataHandle, *, shuffle: bool, skip: SkippedBatches | None = None
     ) -> Generator[Batch, None, None]:
         """Draw the batches of one pass, each with the trial's own streams and not before the batch is needed.
-
-        Args:
-            handle: a data handle of the task.
-            shuffle: whether a `Dataset` is read in random order.
-            skip: batches of the pass to skip.
 
         Raises:
             TaskError: data that cannot be iterated, workers that cannot be started, or fewer batches than there are to
@@ -297,11 +286,7 @@ class TrialDataFeed:
 
 
 class _StreamWatch:
-    """Tells whether a pass draws from one of the trial's own generators that others have moved since its last draw.
-
-    Args:
-        marks: returns a value for each generator, another one whenever the generator has moved.
-    """
+    """Tells whether a pass draws from one of the trial's own generators that others have moved since its last draw."""
 
     def __init__(self, marks: Callable[[], dict[int, Hashable]]) -> None:
         self._marks = marks

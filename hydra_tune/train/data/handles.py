@@ -22,15 +22,10 @@ from hydra_tune.task import Batch, DataHandle, length_of
 
 
 def make_loader(handle: DataHandle, batch_size: int | None, shuffle: bool) -> Iterable[Batch]:
-    """Turn a data handle into an iterable of batches for one pass.
+    """Turn a data handle into an iterable of batches for one pass: a `DataLoader` itself, or the result of a callable.
 
-    Args:
-        handle: a `Dataset`, a `DataLoader` or a callable that returns an iterable.
-        batch_size: samples per batch, for a `Dataset` only; a smaller last batch is kept.
-        shuffle: whether a `Dataset` is read in random order; an `IterableDataset` always keeps its own order.
-
-    Returns:
-        The batches; a `DataLoader` itself, or the result of a callable.
+    `batch_size` and `shuffle` are for a `Dataset` only: a smaller last batch is kept, and an `IterableDataset` keeps its own
+    order.
 
     Raises:
         TaskError: a `Dataset` without `batch_size`, or a callable whose result cannot be iterated.
@@ -58,15 +53,7 @@ def in_windows(batches: Iterable[Batch], length: int) -> Iterator[list[Batch]]:
 
 
 def num_batches(handle: DataHandle, batch_size: int | None = None) -> int | None:
-    """Count the batches of one pass without drawing any.
-
-    Args:
-        handle: a data handle; a callable is not called, because a call may have effects.
-        batch_size: samples per batch, for a `Dataset`.
-
-    Returns:
-        The number of batches, or None where only iterating would tell.
-    """
+    """Count the batches of one pass without drawing any or calling a callable; None where only iterating would tell."""
     length = length_of(handle)
     if length is None or isinstance(handle, DataLoader) or not isinstance(handle, Dataset):
         return length
@@ -74,13 +61,7 @@ def num_batches(handle: DataHandle, batch_size: int | None = None) -> int | None
 
 
 def no_batch(name: str, handle: DataHandle, epoch: int | None = None) -> TaskError:
-    """Return the error for a pass without a single batch.
-
-    Args:
-        name: name of the handle, `train` or `validate`.
-        handle: the data handle.
-        epoch: epoch of a training pass.
-    """
+    """Return the error for a pass of `train` or `validate` (`name`) without a single batch."""
     where = "" if epoch is None else f" in epoch {epoch}"
     if isinstance(handle, Dataset | DataLoader):
         return TaskError(
@@ -109,11 +90,7 @@ def num_samples(batch: Batch) -> int:
 def refuse_empty(batch: Batch, name: str, number: int, epoch: int | None = None) -> int:
     """Refuse a batch without samples: such a batch has no mean loss and no weight in averages. Return the samples.
 
-    Args:
-        batch: the batch as the data returned it.
-        name: name of the handle, `train` or `validate`.
-        number: place of the batch in its pass, from 0.
-        epoch: epoch of a training pass.
+    For the message, `name` is `train` or `validate`, and `number` the place of the batch in its pass, from 0.
 
     Raises:
         TaskError: the batch has tensors with dimensions, and the first dimension of each is 0.

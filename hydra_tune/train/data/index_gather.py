@@ -107,7 +107,6 @@ class UngatheredBatches:
     """Consecutive batches of equal size that have not been gathered.
 
     Attributes:
-        source: data of the batches.
         indices: indices of the samples in the source's tensors, of shape (batches, samples).
     """
 
@@ -134,11 +133,7 @@ class UngatheredBatches:
 
 
 def source_of(loader: DataLoader[Any]) -> GatherSource | None:
-    """Return the data of a loader whose batches are a gather; None for any other loader.
-
-    Args:
-        loader: a loader of the trial's own.
-    """
+    """Return the data of a loader whose batches are a gather; None for any other loader."""
     sampler = _known_sampler(loader)
     source = None if sampler is None else _source(loader.dataset)
     # A sampler over other data may yield indices that the source does not have.
@@ -161,7 +156,6 @@ class GatherPass:
     """Ungathered batches of a pass over a known loader, as many at once as may be drawn together.
 
     Args:
-        source: data of the loader.
         iterator: iterator of the loader, before its first batch.
 
     Attributes:

@@ -2,9 +2,9 @@
 
 `TrialDataFeed` (`data_feed.py`) runs the clock around each draw by code of the user's or by workers, and
 `LoaderWatchdog` (`pool/faults/loader_watchdog.py`) reads the clock meanwhile and gives up on a draw that takes too long.
-`JobDispatcher` (`pool/runtime/dispatcher.py`) abandons the draw of a job, and `pool/fusion/group_loaders.py` the draw of a
-trial that would join a group. `JobState` (`pool/runtime/job_state.py`) and `pool/fusion/job_table.py` put the watchdog's
-error in the place of a `LoaderInterrupt`, and call `released` once the trial is closed.
+The watchdog, `JobDispatcher` (`pool/runtime/dispatcher.py`) and `pool/fusion/group_loaders.py` abandon draws. `JobState`
+(`pool/runtime/job_state.py`) and `pool/fusion/job_table.py` put the watchdog's error in the place of a `LoaderInterrupt`, and
+call `released` once the trial is closed.
 
 Note: giving up. No other thread can stop a hanging loader, but Python raises an exception in a thread as soon as the
 thread returns from a wait (`PyThreadState_SetAsyncExc`). So a thread that the pool has given up on finds
@@ -41,8 +41,7 @@ class DrawClock:
     """The draws of a trial, one at a time.
 
     Attributes:
-        handle: data handle of the present or last draw.
-        thread: thread of the present or last draw.
+        handle, thread: of the present or last draw.
         is_abandoned: whether the draw under way has been abandoned, so that its thread holds nothing any more.
     """
 
@@ -58,12 +57,7 @@ class DrawClock:
         self._released = threading.Event()
 
     def drawing(self, handle: object, *, in_process: bool) -> Self:
-        """Return the clock, to be entered around code of the user's data.
-
-        Args:
-            handle: data handle of the task.
-            in_process: whether the draw holds the capture gate meanwhile.
-        """
+        """Return the clock, to be entered around a draw; `in_process` tells whether the draw holds the capture gate."""
         self.handle, self._is_in_process = handle, in_process
         return self
 

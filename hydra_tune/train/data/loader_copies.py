@@ -2,8 +2,8 @@
 
 A `DataLoader`, the sampler and the generator are the user's objects, may belong to several trials, and change with each
 iteration. A trial draws from copies in the state left by the user; the originals never change. The samples are never
-copied: a dataset with random streams of its own, and any `IterableDataset`, has a shallow copy. `TrialDataFeed`
-(`data_feed.py`) and `train_plain` (`train/loop/reference_loop.py`) get the batches of each pass from
+copied: a dataset with random streams of its own, and an `IterableDataset` that is no data pipe, has a shallow copy.
+`TrialDataFeed` (`data_feed.py`) and `train_plain` (`train/loop/reference_loop.py`) get the batches of each pass from
 `TrialLoaderCopies`.
 """
 
@@ -46,7 +46,6 @@ class _KnownCopy:
 
     Attributes:
         original: the original, or a weak reference to it.
-        own: the copy.
         plain: plain attributes of the original, as last copied.
         handle: index of the data handle that the copy was made for.
         dataset: data of the loader whose sampler the original is; None for any other object.
@@ -119,9 +118,7 @@ class TrialLoaderCopies:
     def restore(self, states: Mapping[str, Sequence[Any]] | Sequence[Any]) -> None:
         """Set copies to positions from `states`; copies made later follow when they are made.
 
-        Args:
-            states: result of `states`; or, from an older checkpoint, a list of positions in the order in which all copies
-                were made.
+        An older checkpoint has a list of positions in the order in which all copies were made.
         """
         # The older list does not tell the handles, so its positions go to copies of any handle.
         positions = states if isinstance(states, Mapping) else {"by_handle": [], "of_any_handle": states}
@@ -136,11 +133,6 @@ class TrialLoaderCopies:
 
     def batches(self, handle: DataHandle, batch_size: int | None, *, shuffle: bool) -> Iterable[Batch]:
         """Return the batches of one pass over a handle, as `make_loader` does, but from copies.
-
-        Args:
-            handle: a data handle of the trial's task.
-            batch_size: samples per batch, for a `Dataset`.
-            shuffle: whether a `Dataset` is read in random order.
 
         Raises:
             TaskError: the data cannot be iterated, or a loader cannot be copied.
@@ -366,7 +358,6 @@ class _Mark:
     """A mark of a collection, not equal to an earlier mark once the collection has been replaced or changed.
 
     Attributes:
-        value: the collection.
         state: the version of a tensor, the hash of an array, or the items of any other collection.
     """
 

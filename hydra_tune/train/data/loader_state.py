@@ -22,13 +22,7 @@ _OF_A_PASS = frozenset({"_iterator", "_IterableDataset_len_called"})
 
 
 def state_of(original: object, own: Any, known: AbstractSet[int]) -> Any:
-    """Return the position of a copy.
-
-    Args:
-        original: original of the copy; never changes.
-        own: the copy.
-        known: ids of all copies, each of which has a position of its own.
-    """
+    """Return the position of a copy; `known` has the ids of all copies, each of which has a position of its own."""
     if isinstance(own, torch.Generator | random.Random):
         return own.get_state() if isinstance(own, torch.Generator) else own.getstate()
     if type(own).__module__.startswith("numpy.random"):
@@ -64,10 +58,7 @@ def give_state(own: Any, state: Any) -> None:
 def set_back(original: object, own: Any, known: AbstractSet[int]) -> None:
     """Give the attributes of a copy the original's values, because a position holds only those that differ.
 
-    Args:
-        original: as for `state_of`; None if no longer alive.
-        own: the copy.
-        known: as for `state_of`.
+    `original` is None if no longer alive.
     """
     is_set_whole = isinstance(own, torch.Generator | random.Random) or _keeps_its_state(own)
     if original is None or is_set_whole or type(own) is DataLoader or not hasattr(own, "__dict__"):

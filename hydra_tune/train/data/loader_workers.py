@@ -78,9 +78,7 @@ def ready(loader: DataLoader[Any]) -> DataLoader[Any]:
 def prepare(holder: object, *handles: object) -> None:
     """Start the server of an executor's workers before threads are busy, if a handle is a loader with workers.
 
-    Args:
-        holder: the executor; `leave` must be called in the end.
-        handles: data handles of its tasks.
+    `holder` is the executor; `leave` must be called in the end.
     """
     if any(isinstance(handle, DataLoader) and handle.num_workers > 0 and _is_served(handle) for handle in handles):
         SERVERS.hold(holder)
@@ -92,11 +90,7 @@ def leave(holder: object) -> None:
 
 
 def warn_if_slow(iterator: object) -> None:
-    """Warn of a slow start of workers, once in the life of the process, and suggest remedies.
-
-    Args:
-        iterator: iterator over a loader from `ready`, after its first batch.
-    """
+    """Warn of a slow start of workers, once in the life of the process; call this after the iterator's first batch."""
     start = getattr(iterator, "_worker_init_fn", None)
     if isinstance(start, _WorkerStart) and not _WorkerStart.is_told and start.seconds > _SLOW_SECONDS:
         _WorkerStart.is_told = True
@@ -169,12 +163,7 @@ def _warm_up() -> None:
 
 
 class _WorkerStart:
-    """First code in a worker: sets the worker up as a forked worker would be, then calls the user's `worker_init_fn`.
-
-    Args:
-        loader: loader of the workers.
-        num_bytes: bytes sent to each worker.
-    """
+    """First code in a worker: sets the worker up as a forked worker would be, then calls the user's `worker_init_fn`."""
 
     # Whether this process has already warned of slow starts.
     is_told = False

@@ -275,13 +275,7 @@ def _mapped_again(value: Any) -> Any:
 
 
 def packed(name: str, part: object, method: str, server: LoaderForkServer | None) -> object:
-    """Prepare a part of a loader for workers.
-
-    Args:
-        name: name of the part.
-        part: any object.
-        method: start method of the workers.
-        server: server that forks the workers, if any.
+    """Prepare a part of a loader for workers, which `server` forks, or which start by `method`.
 
     Returns:
         A `LoaderWorkerPayload`, or the part itself if only a starting process may receive the part.

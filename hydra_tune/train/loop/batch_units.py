@@ -101,10 +101,10 @@ class PendingUnit:
 
 
 def unit_times(prepared: PreparedPlan, accumulate: int = 1, name: str | None = None) -> UnitTimes:
-    """Return first estimates of the seconds of a plan's units in a step of `accumulate` batches.
+    """Return first estimates of the seconds of a plan's units.
 
     Args:
-        prepared: the plan, and the pilot's measured seconds, if any.
+        prepared: the plan, and its seconds, if known.
         accumulate: batches of a step, or parts of a group's evaluation.
         name: name under which trials share measured times; None: the trial measures alone.
     """
@@ -135,14 +135,12 @@ def _workspace(cost: ShardCost, *, backward: bool, recompute: bool) -> int:
 
 
 class BatchUnits:
-    """A batch, run shard by shard on a device.
+    """A batch, run shard by shard.
 
     Args:
         plan: cut of the step for this kind of batch.
-        times: times of the plan's units.
         state: the trial's long-lived tensors.
         leaves: the batch.
-        streams: the trial's random streams.
         device: any device of the pool, for host memory.
         objective: derives the root of the backward from the loss.
     """
@@ -206,12 +204,12 @@ class BatchUnits:
         )
 
     def _following(self, kind: str, index: int) -> list[UpcomingUnit]:
-        """Return the units after a unit."""
+        """Return the next units, as of `PendingUnit`; subclasses know them."""
         del kind, index
         return []
 
     def _expected(self, kind: str, index: int) -> UpcomingUnit:
-        """Return the expectation of a unit of this batch that runs a shard's graph."""
+        """Return a unit of this batch that runs a shard's graph, as expected."""
         return UpcomingUnit(
             kind=kind,
             shard=index,
@@ -222,7 +220,7 @@ class BatchUnits:
         )
 
     def _expected_batch(self, kind: str) -> UpcomingUnit:
-        """Return the expectation of the next batch's first unit: the batch is not drawn yet, but its parameters are known."""
+        """Return the next batch's first unit, as expected: the batch is not drawn yet, but its parameters are known."""
         return UpcomingUnit(
             kind=kind,
             shard=0,
@@ -311,7 +309,7 @@ class BatchUnits:
 
     @contextmanager
     def _lease(self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int) -> Iterator[Lease]:
-        """Lease parameters and buffers, other blocks, and workspace; shared parameters have stand-ins."""
+        """Lease parameters and buffers by name, other blocks, and workspace."""
         shared = self._state.shared
         # The user's own code reads the module's own parameters.
         with (

@@ -6,8 +6,8 @@ for an answer, or between two steps: after its time, once its end is requested, 
 ends where the lease has ended during a draw, and with the program's part that runs in bursts.
 `OwnCodeTrial` (`train/own_code_trial.py`) makes the runner, also for a loop of the user's own
 (`train/own_loop/loop_trial.py`). `Trial.advance` (`train/trial.py`) returns the next burst as a unit, and a worker
-(`pool/runtime/worker.py`) runs the burst, and so the trial's program, on the worker's thread. `pool/devices/next_units.py`
-and `pool/devices/oom_retry.py` tell bursts from other units by `BURST`.
+(`pool/runtime/worker.py`) runs the burst, and so the trial's program, on the worker's thread. The pool tells bursts from
+other units by `BURST`.
 
 Note: loaders. A burst draws batches itself. A slow loader would keep the device from other trials as well, so the
 thread that watches loaders (`pool/faults/loader_watchdog.py`) ends the lease on the burst's behalf (`leave_device`,
@@ -59,7 +59,7 @@ class BurstMark(enum.Enum):
 
 
 def nobody_asks() -> bool:
-    """Return False: no end of the burst is requested."""
+    """Return False, where nobody requests an end of the burst."""
     return False
 
 
@@ -90,8 +90,6 @@ class BurstRunner:
     Args:
         program: the trial's program, running the user's code between two marks.
         direct: runs the trial's steps.
-        state: the trial's long-lived tensors.
-        streams: the trial's random streams.
 
     Attributes:
         is_asked_to_end: returns whether an end of the present burst is requested; called after each step.

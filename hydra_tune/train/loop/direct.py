@@ -44,8 +44,8 @@ from hydra_tune.shard.capture.precision import eager_autocast
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.capture.step_module import evaluation_metrics, training_loss
 from hydra_tune.shard.cost.pilot import aligned
+from hydra_tune.shard.execute.compute import rounds_otherwise_under_modes
 from hydra_tune.shard.python_state.state_guard import PythonStateUndo, step_functions
-from hydra_tune.shard.verify.step_outcome import backward_nodes
 from hydra_tune.task import Batch, TrainTask, backward_called, returned
 from hydra_tune.train.data.handles import moved, tensors_of
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
@@ -65,13 +65,6 @@ class _OpaqueError(Exception):
 
 class WholeModelRunner:
     """Runs the steps of one trial while the caller holds a lease on all of the trial's state.
-
-    Args:
-        task: description of the step.
-        module, optimizer: the trial's own.
-        gradients: the trial's rules for gradients.
-        streams: the trial's random streams.
-        always_sheds: as of the attribute.
 
     Attributes:
         workspace_bytes: largest room beside the state needed by the steps so far.
@@ -136,11 +129,7 @@ class WholeModelRunner:
             self._lease = self._device = None
 
     def train(self, batch: Batch, share: float) -> float:
-        """Run the forward and the backward of a batch or of a piece of a batch; return the training loss.
-
-        Args:
-            batch: the batch as the user's data returned it.
-            share: the fraction of the batch's samples in the piece.
+        """Run forward and backward of a batch, or of a piece with a share of the samples; return the training loss.
 
         Raises:
             TaskError: the loss is not a scalar tensor, or the first batch's step has computed gradients itself.
@@ -174,11 +163,7 @@ class WholeModelRunner:
         return value
 
     def step(self, number: int) -> None:
-        """Take the optimizer's step, once all batches of the step have run.
-
-        Args:
-            number: of the step, from 1.
-        """
+        """Take the optimizer's step of a number, from 1, once all batches of the step have run."""
         self._follow_on()
         tracked_step, self._before = self._following, None
         self._unnote("train")
@@ -226,11 +211,7 @@ class WholeModelRunner:
         self._fresh.clear()
 
     def undo(self, mode: str) -> bool:
-        """Restore the state before the batches of a step that does not fit; return False if the state is unknown.
-
-        Args:
-            mode: "train", or "evaluate" for a validation batch.
-        """
+        """Restore the state before the batches of a step that does not fit; return False if the state is unknown."""
         backup, self._before = self._before, None
         if backup is None or (self._has_unnoted and self._changes_python.get(mode, False)):
             return False
@@ -260,7 +241,6 @@ class WholeModelRunner:
         self._has_unnoted = False
 
     def _trained_parameters(self) -> list[Tensor]:
-        """Return all parameters that may get a gradient."""
         module_parameters = list(self._module.parameters())
         optimizer_parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         return [p for p in dict.fromkeys([*module_parameters, *optimizer_parameters]) if p.requires_grad and p.is_leaf]
@@ -384,13 +364,7 @@ class WholeModelRunner:
 
 
 class _StepBackup:
-    """State of a trial that the batches of a step may change, saved on the host because the device may have no room.
-
-    Args:
-        module: module whose buffers the batches may overwrite.
-        streams: streams that the batches may draw from.
-        device: device of the buffers.
-    """
+    """Buffers and streams, which the batches of a step may change, saved on the host: the device may have no room."""
 
     def __init__(self, module: nn.Module, streams: RandomStreams, device: Device) -> None:
         self._device = device
@@ -423,18 +397,16 @@ class _StepBackup:
 class _TrackedStep:
     """A followed step.
 
-    Attributes:
-        lease: source of room; another one after `go_on`.
-        kept_bytes: lasting bytes created by the step, such as the optimizer's state.
-        optimizer_bytes: bytes of the optimizer's state before the step.
-
     Args:
-        lease: as of the attribute.
+        lease: source of room; another one after `go_on`.
         device: device of the step's first batch.
         granted_bytes: initial room of the step.
         state: tensors with room on the lease already.
         gradients: gradients left by earlier batches of the step.
-        precision: precision of the step.
+
+    Attributes:
+        kept_bytes: lasting bytes created by the step, such as the optimizer's state.
+        optimizer_bytes: bytes of the optimizer's state before the step.
     """
 
     def __init__(
@@ -477,12 +449,6 @@ class _TrackedStep:
     def go_on(self, lease: Lease, device: Device, granted_bytes: int, state: Iterable[Tensor]) -> None:
         """Follow the rest of the step under another lease, perhaps on another device.
 
-        Args:
-            lease: lease of the rest.
-            device: device of the rest.
-            granted_bytes: initial room on the lease.
-            state: tensors with room on the lease already.
-
         Raises:
             BudgetError: the lease has no room for the step's present bytes.
         """
@@ -520,8 +486,7 @@ class _TrackedStep:
             for parameter in parameters:
                 hook = parameter.register_post_accumulate_grad_hook(self._made_gradient)  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
-            # Wherever a mode is active, torch takes a way to the gradient of `prod` that rounds differently.
-            stack.enter_context(nullcontext() if _has_product(root) else self._tracked())
+            stack.enter_context(nullcontext() if rounds_otherwise_under_modes(root) else self._tracked())
             with self._saved.hooks():
                 yield
 
@@ -545,11 +510,6 @@ class _TrackedStep:
 
     def _tracked(self) -> Any:
         return self._tracker if self._is_tracked else nullcontext()
-
-
-def _has_product(root: Tensor) -> bool:
-    """Whether the backward of a root differentiates `torch.prod`."""
-    return any(node.name().startswith("ProdBackward") for node in backward_nodes(root))
 
 
 def _quick_key(mode: str, batch: Any) -> Hashable:

@@ -31,9 +31,6 @@ _FIRST_SCALE = 2.0**16
 class GradientProcessor:
     """One trial's rules for gradients, and the state of the present step's gradients.
 
-    Args:
-        task: task that defines accumulation, scaling and clipping.
-
     Attributes:
         divisor: divisor of the losses of the present step's batches.
         clips_by_groups: whether the norm is taken in the order of the optimizer's groups, in place of the module's.
@@ -86,11 +83,8 @@ class GradientProcessor:
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """Unscale complete gradients in place, and note their norms, once all batches of the step are summed.
 
-        Args:
-            gradients: gradients by parameter name, on a device.
-
         Raises:
-            TaskError: gradients are in half precision, which loss scaling would lose.
+            TaskError: a gradient is in float16, which unscaling would lose.
         """
         if self._scale is not None:
             self._unscale(gradients, self._scale)
@@ -120,11 +114,7 @@ class GradientProcessor:
         self._found_inf = False
 
     def adapt_scale(self, *, overflowed: bool) -> None:
-        """Adapt the loss scale after a step, if the loss is scaled.
-
-        Args:
-            overflowed: whether a gradient of the step was not finite.
-        """
+        """Adapt the loss scale, if any, after a step; `overflowed` tells whether a gradient was not finite."""
         if self._scale is not None:
             found_inf = torch.full((), float(overflowed))
             torch._amp_update_scale_(
@@ -167,11 +157,7 @@ def inverse_of(scale: Tensor) -> Tensor:
 
 
 def check_unscalable(gradients: Mapping[str, Tensor]) -> None:
-    """Refuse gradients in half precision, which unscaling would lose.
-
-    Raises:
-        TaskError: as said; the message names a parameter.
-    """
+    """Raise `TaskError` for a gradient in float16, which unscaling would lose."""
     for name, gradient in gradients.items():
         if gradient.dtype == torch.float16:
             raise TaskError(

@@ -23,14 +23,9 @@ from hydra_tune.train.loop.microbatches import MicroBatch, pieces
 def piece_count(
     task: TrainTask, library: PlanLibrary, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
 ) -> PieceCountChoice:
-    """Choose the number of pieces for the batches of a task. Call this inside the trial's own random streams.
+    """Choose the number of pieces by the first batch. Call this inside the trial's own random streams.
 
-    Args:
-        task: the trial's task, with `split_batches="auto"`.
-        library: makes plans for the devices that decide.
-        module: the trial's module; only read, and in training mode again afterwards.
-        optimizer: the trial's optimizer; only read.
-        batch: the first batch; only read.
+    Module, optimizer and batch are only read; the module is in training mode afterwards.
 
     Raises:
         BudgetError: not even pieces of one sample fit.

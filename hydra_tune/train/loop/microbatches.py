@@ -30,14 +30,7 @@ _MAX_TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """A part of a batch.
-
-    Attributes:
-        batch: the samples of the piece, in the batch's structure.
-        samples: number of samples.
-        share: fraction of the batch's samples.
-        is_last: whether the piece is the batch's last.
-    """
+    """A piece of a batch, in the batch's structure; `share` is the fraction of the batch's samples."""
 
     batch: Batch
     samples: int
@@ -74,12 +67,6 @@ def check_pieces(task: TrainTask, module: nn.Module, batch: Batch, count: int) -
 
     The step's own Python values, such as counters, may change: the step runs once whole to find overwritten buffers, once
     whole and once for each piece to compare losses.
-
-    Args:
-        task: description of the step.
-        module: the module as its factory built it.
-        batch: the first batch.
-        count: number of pieces.
 
     Raises:
         TaskError: the pieces would give another result than the whole batch: a forward depends on other samples or

@@ -54,9 +54,7 @@ class OptimizerStep:
     Args:
         accumulate: number of batches in a step.
         state: the trial's long-lived tensors.
-        streams: the trial's random streams.
         device: any device of the pool; decides host memory, and how the streams of random numbers are moved and compared.
-        gradients: the trial's rules for gradients.
         arrangement: the way in which the batches run together; None: one after the other.
     """
 
@@ -108,11 +106,9 @@ class OptimizerStep:
         return plan is strategy.plan or (fits and goes_with(plan, strategy.plan))
 
     def draw_ahead(self, part: BatchPart, draws: int) -> None:
-        """Keep a batch, which `together` runs with the following batches.
+        """Keep a batch or piece whose plan `takes` accepts; `together` runs the batch with the following batches.
 
-        Args:
-            part: the batch or piece; `takes` accepts its plan.
-            draws: number of the batch's draws from the units' stream; the stream is moved here.
+        The stream of the units is moved here, by the batch's `draws`.
         """
         # Before the skip: the batch draws later, from the position at which a plain loop would have drawn.
         streams = self._streams.fork()
@@ -257,7 +253,7 @@ class OptimizerStep:
         self._gradients.next_step()
 
     def _takes_step(self) -> bool:
-        """Return whether the step updates parameters, now that all gradients are complete."""
+        """Whether the step updates parameters, now that all gradients are complete."""
         return not self._gradients.skips_update
 
     @staticmethod

@@ -100,8 +100,6 @@ class TrialPlanCache:
 
     Args:
         task: task to train; may be replaced before the first plan is made.
-        library: source of plans.
-        streams: the trial's random streams; a capture runs the user's code.
         device: any device of the pool, for host memory.
         share: the trial's share of host memory; a further plan may need more.
         times: times of the units of plans, measured together by all trials of a pool.
@@ -145,15 +143,7 @@ class TrialPlanCache:
         leaves: BatchLeaves,
         mode: str,
     ) -> CachedPlan:
-        """Return a plan that serves a batch; make a new plan if none does.
-
-        Args:
-            module: the trial's module.
-            optimizer: the trial's optimizer.
-            state: tensors of module and optimizer, once the first plan has been made.
-            batch: the batch as the user's code returned it.
-            leaves: tensors of the batch.
-            mode: "train" or "evaluate".
+        """Return a plan that serves a batch; make a new plan if none does. `state` is None before the first plan.
 
         Raises:
             HydraTuneError: as `PlanLibrary.prepare`.
@@ -209,12 +199,6 @@ class TrialPlanCache:
     def check_again(self, cached_plan: CachedPlan, module: nn.Module, state: ModelState, batch: Batch) -> bool:
         """Compare a plan with the eager step once more, between two steps; return whether there was a comparison.
 
-        Args:
-            cached_plan: the plan of an earlier batch.
-            module: the trial's module.
-            state: tensors of module and optimizer.
-            batch: the batch.
-
         Raises:
             CaptureError: the plan gives other numbers than the eager step.
         """
@@ -239,12 +223,7 @@ class TrialPlanCache:
         self._python_states[mode].remove(python_state)
 
     def settle(self, cached_plan: CachedPlan, state: ModelState) -> None:
-        """Let a plan keep the activations that are worth keeping by its measured times; between two steps only.
-
-        Args:
-            cached_plan: the plan of the next batch.
-            state: tensors of module and optimizer.
-        """
+        """Let the plan of the next batch keep the activations worth keeping by its measured times; between two steps only."""
         prepared = cached_plan.prepared
         if prepared.activation_choice is None:
             return
@@ -268,10 +247,7 @@ class TrialPlanCache:
     def check_fresh(self, cached_plan: CachedPlan, batch: Batch, drawn: object) -> None:
         """Refuse data that give a changed batch again: a plan changes no batch, and the step of a plain loop does.
 
-        Args:
-            cached_plan: the plan that serves the batch.
-            batch: the batch.
-            drawn: the pass over the data from which the batch comes; identity counts.
+        `drawn` is the pass over the data from which the batch comes; its identity counts.
 
         Raises:
             TaskError: a batch of an earlier pass is given again.
@@ -288,7 +264,6 @@ class TrialPlanCache:
 
     @staticmethod
     def _serving(plans: list[CachedPlan], leaves: BatchLeaves) -> CachedPlan | None:
-        """Return the plan among some that serves a batch, or None."""
         # A guard computes on the batch, and whatever computes passes the capture gate.
         asks = any(cached_plan.prepared.guard is not None for cached_plan in plans)
         with GATE.shared() if asks else nullcontext():

@@ -149,7 +149,6 @@ def _train(task: TrainTask, report: Report | None, device: torch.device) -> Plai
 
 
 def _call(task: LoopTask, report: Report | None, device: torch.device) -> PlainResult:
-    """Call a loop of the user's own."""
     _seed(task.seed)
     loop = PlainLoop(report, device)
     status = loop.run(task)
@@ -164,7 +163,7 @@ def _last_metrics(history: list[dict[str, float]]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class _SampleWeightedMean:
-    """A mean weighted by samples, in float64."""
+    """A weighted mean in float64."""
 
     total: float = 0.0
     weight: int = 0
@@ -179,8 +178,6 @@ class _SampleWeightedMean:
 
 @dataclass(slots=True, kw_only=True)
 class _PlainRun:
-    """A run under way."""
-
     task: TrainTask
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -325,7 +322,7 @@ class _PlainRun:
         return not self.is_stopped
 
     def _evaluate(self) -> dict[str, float]:
-        """Average the values of `evaluate` over the validation samples; empty without validation data."""
+        """Return the metrics of a validation pass by reported name; empty without validation data."""
         if self.task.validate is None:
             return {}
         means: dict[str, _SampleWeightedMean] = {}
@@ -355,7 +352,6 @@ class _PlainRun:
 
 
 def _autocast(task: TrainTask, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which a task's forward runs."""
     if task.precision == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype=getattr(torch, task.precision))

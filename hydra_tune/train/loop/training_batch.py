@@ -47,8 +47,6 @@ class BatchPart:
     """A batch of an optimizer step, or a piece of a batch.
 
     Attributes:
-        plan: cut of the step.
-        times: times of the plan's units.
         leaves: the batch or piece.
         share: fraction of the batch's samples in the piece.
         ends_batch: whether no further piece of the batch follows.
@@ -136,16 +134,16 @@ class TrainingBatch(BatchUnits):
         return [*upcoming_units, self.expected_step()]
 
     def expected(self, kind: str, index: int) -> UpcomingUnit | None:
-        """Return the expectation of a forward or backward unit of this batch; None if the shard has no such unit."""
+        """Return a forward or backward unit of this batch, as expected; None if the shard has no such unit."""
         runs = index < self.num_shards - 1 if kind == "forward" else self._plan.shards[index].has_backward
         return self._expected(kind, index) if runs else None
 
     def expected_step(self) -> UpcomingUnit:
-        """Return the expectation of the next batch's first unit."""
+        """Return the next batch's first unit, as expected."""
         return self._expected_batch("forward" if len(self._plan.shards) > 1 else "backward")
 
     def expected_update(self, update: ShardUpdate) -> UpcomingUnit:
-        """Return the expectation of an update."""
+        """Return an update, as expected."""
         return UpcomingUnit(
             kind="update",
             shard=update.index,
@@ -155,7 +153,6 @@ class TrainingBatch(BatchUnits):
         )
 
     def _update_blocks(self, names: tuple[str, ...]) -> list[Block]:
-        """Return the blocks needed on the device by an update."""
         if self._plan.updates_on_host:
             return []
         state = self._state
@@ -206,12 +203,7 @@ class TrainingBatch(BatchUnits):
     def update_unit(
         self, update: ShardUpdate, following: Callable[[], list[UpcomingUnit]] | None = None
     ) -> PendingUnit:
-        """Return a unit in which the optimizer steps for some parameters.
-
-        Args:
-            update: the parameters and their shard.
-            following: returns the units after the update, where the update is not part of its batch.
-        """
+        """Return an update; `following` returns the next units, where the update is not part of its batch."""
         cost = update.shard.cost
         if cost.updates_on_host:
             return self._unit("update", update.index, partial(self._update_on_host, update), shard=update.shard)
@@ -235,7 +227,7 @@ class TrainingBatch(BatchUnits):
             gradients.clear()
             keys = [parameter_gradient_key(name) for name in names]
             self._leased(lease, partial(self._store.drop_all, keys))
-            state.adopt_optimizer_state(names, device)
+            state.adopt_optimizer_state(names, device, lease)
         return waited_seconds
 
     def _update_on_host(self, update: ShardUpdate, device: Device, pager: Pager) -> float:

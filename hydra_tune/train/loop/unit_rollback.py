@@ -45,11 +45,8 @@ class UnitRollback:
     """Context of a unit that runs a shard's graph: entered inside the unit's lease and outside its random-stream contexts.
 
     Args:
-        graph: graph of the unit.
-        index: index of the shard.
         chain, store, streams: the batch's.
         is_first: whether the shard runs for the first time, so that its draws and buffers count.
-        is_own_code: whether the unit runs the user's own code.
 
     Raises:
         NotRepeatableError: on leaving, if memory has run out and the unit cannot be undone. Any other error passes

@@ -4,8 +4,9 @@
 (`batch_units.py`) follows each float32 unit that runs the user's own code, and `train/own_loop/unit_memory.py` the first
 units of a loop of the user's own.
 
-Note: bits. While a mode is active, torch may choose kernels that round differently: under autocast, and in the backward
-of `prod`. Callers leave both unfollowed.
+Note: bits. While a mode is active, torch may choose kernels that round differently: under autocast, and in some backwards,
+such as those of `prod` and of `masked_fill` with a learned value. No caller follows forwards or backwards of a task in low
+precision, and `direct.py` follows no backward of `prod`; the other callers do.
 
 Note: sizes. The bytes of an operator's results come from running the same operator on tensors without bytes, once for
 each geometry of its arguments. Where only a real run tells (`nonzero`), and for memory that the operator keeps for
@@ -37,14 +38,13 @@ class WorkspaceTracker(StorageTracker):  # type: ignore[no-untyped-call]
     Args:
         lease: source of room.
         granted_bytes: initial room of the step.
-        alignment: alignment of the device.
         shed: frees memory when there is no more room; None: nothing can be freed.
 
     Attributes:
         given_bytes: bytes of the batches, which no operator of the step allocates.
 
     Raises:
-        BudgetError: from an operator without room for its results, before the operator runs.
+        BudgetError: from an operator without room for its results, before the operator runs where the sizes are known.
     """
 
     def __init__(
@@ -58,12 +58,7 @@ class WorkspaceTracker(StorageTracker):  # type: ignore[no-untyped-call]
         self._is_shedding = False
 
     def use(self, lease: Lease, granted_bytes: int) -> None:
-        """Take room from another lease from now on, the present bytes included.
-
-        Args:
-            lease: source of room.
-            granted_bytes: initial room.
-        """
+        """Take room from another lease from now on, the present bytes included."""
         self._lease, self._granted_bytes = lease, granted_bytes
 
     @classmethod
@@ -85,7 +80,7 @@ class WorkspaceTracker(StorageTracker):  # type: ignore[no-untyped-call]
             self._take(0)
 
     def forget_peak(self) -> None:
-        """Start a part of the step that is measured separately and gets no batch."""
+        """Begin a part of the step, or a unit, that is measured by itself and gets no batch."""
         self.peak_bytes, self.given_bytes = self.current_bytes, 0
 
     def _take(self, more: int) -> None:

@@ -70,11 +70,11 @@ class LoopHost(Protocol):
 class Loop:
     """A training loop of your own, as its function sees it. Not made by users; see `LoopTask`."""
 
-    def __init__(self, task: LoopTask, host: LoopHost, last_report: int = -1) -> None:
+    def __init__(self, task: LoopTask, host: LoopHost) -> None:
         self._task, self._host = task, host
         self._is_registered = False
         self._reports: list[LoopReport] = []
-        self._last_report = last_report
+        self._last_report = -1
 
     @property
     def device(self) -> torch.device:

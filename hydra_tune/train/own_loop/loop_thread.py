@@ -22,7 +22,6 @@ class LoopThread:
     """A thread that runs a function from mark to mark.
 
     Args:
-        name: name of the thread.
         run: the function; its last mark is its end.
         inside: returns the context around the function's code between two marks, made anew for each.
     """

@@ -49,13 +49,7 @@ _LOOKS = 10  # of the pool's thread in a burst
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _UnitEnd:
-    """A mark of the loop: the end of a unit, or of the loop.
-
-    Attributes:
-        reports: reports to deliver.
-        may_resume: whether the loop can resume from here.
-        is_last: whether the loop is over.
-    """
+    """A mark of the loop: the end of a unit, or, with `is_last`, of the loop; `may_resume` as of `Loop.step`."""
 
     reports: list[LoopReport]
     may_resume: bool

@@ -26,10 +26,6 @@ from hydra_tune.train.own_loop.registered import Registered
 class PlainLoop:
     """Calls a loop, and does at its marks what needs no pool.
 
-    Args:
-        report: as of `train_plain`.
-        device: the loop's device.
-
     Attributes:
         device, num_steps, is_saved: as of `LoopHost`.
         module, optimizer: what the loop has registered, as of `Registered`.

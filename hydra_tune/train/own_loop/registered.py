@@ -21,9 +21,7 @@ from hydra_tune.errors import TaskError
 def left_out(frame: FrameType | None, registered: Sequence[object]) -> list[str]:
     """Return the names of variables with a state that is not registered, and so is not saved.
 
-    Args:
-        frame: frame of the user's code; its callers are looked at too, up to the code of this package.
-        registered: the registered objects.
+    The frame's callers are looked at too, up to the code of this package.
     """
     known = {id(each) for each in registered}
     for each in registered:
@@ -115,11 +113,7 @@ class _JointState(MutableMapping[Any, Any]):
 
 
 class JointOptimizer(Optimizer):
-    """Several optimizers, or none, as one that is moved and saved; the loop steps its own.
-
-    Args:
-        optimizers: the optimizers, in order.
-    """
+    """Several optimizers, or none, as one that is moved and saved; the loop steps its own."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
@@ -140,11 +134,7 @@ class JointOptimizer(Optimizer):
 
 
 class JointRest:
-    """Other objects with a state, saved and restored together.
-
-    Args:
-        objects: the objects, in order.
-    """
+    """Other objects with a state, saved and restored together."""
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = objects

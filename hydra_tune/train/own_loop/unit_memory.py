@@ -49,13 +49,7 @@ class _UnitTracker(WorkspaceTracker):  # type: ignore[no-untyped-call]
         return self._seen.get(tensor.untyped_storage()._cdata, (0, None))[0]  # noqa: SLF001
 
     def begin(self, lease: Lease, granted_bytes: int, state: Iterable[Tensor]) -> None:
-        """Begin a unit.
-
-        Args:
-            lease: source of room.
-            granted_bytes: initial room of the unit.
-            state: tensors with room on the lease already.
-        """
+        """Begin a unit; `state` has the tensors with room on the lease already."""
         self._lease, self._granted_bytes = lease, granted_bytes
         for tensor in state:
             key = tensor.untyped_storage()._cdata  # noqa: SLF001 - the storage's identity

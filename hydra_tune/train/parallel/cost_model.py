@@ -4,8 +4,8 @@ Seconds of units are the trial's own, measured; bytes come from the pilot; the b
 the pool's copies so far. The model takes all devices to be alike. A device either computes or copies, because units of
 a split step are not prefetched. A copy between two devices occupies the links of both at the same time, and so counts
 once. `arrange` (`step_strategy.py`) compares the ways by this model before each step for which the pool offers idle
-devices, and `TrialRehearsal` (`train/timing/fake_trial.py`) for a forecast. All compared ways give the same bits, so the
-model decides on time alone.
+devices (`pool/devices/idle_devices.py`), and `TrialRehearsal` (`train/timing/fake_trial.py`) for a forecast. All compared
+ways give the same bits, so the model decides on time alone.
 
 Note: bytes copied in a step of m batches. Let W be the bytes of parameters, G of their gradients and O of optimizer
 state, each summed over all shards. Let m' be the number of batches on one of D devices: m / D rounded up.
@@ -75,8 +75,6 @@ class ShardStepCost:
     Attributes:
         seconds: seconds of the forward and backward units for one batch.
         state_bytes: bytes of parameters and buffers.
-        gradient_bytes: bytes of gradients of parameters.
-        optimizer_bytes: bytes of optimizer state.
         value_bytes: bytes of values that come in forward.
         handed_bytes: bytes of gradients of values that come in backward.
         work_bytes: largest need of a unit beside parameters, in bytes.

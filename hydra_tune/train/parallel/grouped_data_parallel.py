@@ -1,17 +1,15 @@
-"""`GroupedDataParallelStep`: data-parallel batches, several for each device, of a model that fits no device.
+"""`GroupedDataParallelStep`: data-parallel batches, several for each device, of a model that is too large for a device.
 
 A team is a run of neighbouring batches. All batches of a team go through a shard before the next shard is loaded, forward
-and backward alike, so a step loads each shard twice for each team, whatever the number of batches. In the forward, teams
-are independent. In the backward, a team begins a shard when the earlier teams have finished the shard, and continues from
-their sums: so no gradients wait on the host for other teams, and each team runs one shard behind the team before. The last
-team updates each shard right after its backward, unless a rule needs all gradients first. `OptimizerStep`
-(`train/loop/optimizer_step.py`) makes the parallel step when the batches drawn ahead are due, if `step_strategy.py` has
-chosen teams; `JobState` (`pool/runtime/job_state.py`) asks for due units (see `ordered_queues.py`, whose order of sums
-gives the bits of batches one after the other). The module must not choose devices: a queue has no device at first.
+and backward alike, whatever the number of batches. In the forward, teams are independent. In the backward, a team begins a
+shard when the earlier teams have finished the shard, and continues from their sums, at least one shard behind the team
+before. `OptimizerStep` (`train/loop/optimizer_step.py`) makes the parallel step when the batches drawn ahead are due, if
+`step_strategy.py` has chosen teams; `JobState` (`pool/runtime/job_state.py`) asks for due units (see `ordered_queues.py`,
+whose order of sums gives the bits of batches one after the other). A queue has no device at first.
 
-The last team works on the trial's parameters and updates them; the other teams work on copies. So the originals are on
-the device of the updates. Parameters moved in a step by N teams: 2N|W| loaded and |W| written back; Harmony (Li et
-al.), where each device updates a replica, moves 3N|W|.
+The last team updates the trial's parameters. The other teams read copies of parameters that are not on their devices, so
+the originals come to the device of the updates. Parameters moved in a step by N teams: 2N|W| loaded and |W| written back;
+Harmony (Li et al.), where each device updates a replica, moves 3N|W|.
 """
 
 from collections.abc import Hashable, Sequence
@@ -26,7 +24,6 @@ class GroupedDataParallelStep(QueuedParallelStep):
     """Batches under way, in teams.
 
     Args:
-        lanes, earlier, replicas, updates: see `QueuedParallelStep`.
         count: number of teams; sizes of teams differ by at most 1.
     """
 

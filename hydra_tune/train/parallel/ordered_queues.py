@@ -2,32 +2,27 @@
 
 `JobState` (`pool/runtime/job_state.py`) asks the subclasses, in `grouped_data_parallel.py` and `pipeline_parallel.py`,
 for due units at the start of the step, and whenever a unit of the step has run. The hooks of the subclasses run under the
-step's lock (`parallel_step.py`). The module must not choose devices: the scheduler does.
+step's lock (`parallel_step.py`).
 
-A queue is near the device of its last unit. No unit waits for the near device while another device could take the unit:
-when a unit is due, nothing else of its queue runs, and the near device is either idle and takes the unit, or works for
-another job for an unknown time. Then any free device takes the unit, the unit's blocks follow, and the queue is near
-the new device.
+A queue is near the device of its last unit. When a unit is due, nothing else of its queue runs, and the near device is
+either idle and takes the unit, or has other work for an unknown time. Then another free device takes the unit, the unit's
+blocks follow, and the queue is near the new device.
 
 Note: exactness. Units of a shard that leave something to the next batch run in the order of the batches, never two at
 once. A parameter's sum of gradients is an example: the backward unit of a batch adds to the sum left by the batch
-before. The order depends only on the due units, never on the free devices: units may run on any device at any time, and
-give the same bits.
+before. So units may run on any device at any time, and give the same bits.
 
 Note: order within a queue. Where all shards of a queue fit its device, the oldest batch goes first, so a batch goes
-backward as early as possible and few batches are under way. Where the shards do not fit, a queue stays with its present
-shard until all its batches have run there. Each shard is then loaded once for all forward units and once for all
-backward units (Harmony's input batch grouping). Such a queue waits for missing batches: a batch going on alone, shard
-after shard, would evict the shards of the other batches. The grouping requires all batches to be under way at once,
-because an unstarted batch may never come.
+backward as early as possible. Where the shards do not fit, a queue stays with its present shard, so a shard is loaded once
+for all forward units and once for all backward units (Harmony's input batch grouping). Such a queue also waits for missing
+batches, where all batches are under way at once: an unstarted batch may never come.
 
-Note: updates. Where the step ends with these batches, and no rule needs all gradients first, a shard is updated right
-after its last backward unit, while parameters and sums are on the device. No unit reads the updated parameters any
-more: all batches have had their backward there, and so all forwards and the backward of every later shard; a parameter
-is updated with the first shard that uses it. All losses are known by then. The updates are units of the last batch, so
-no two updates run at once. Meanwhile other batches run backward units of earlier shards. The optimizer's step takes
-every parameter with a gradient and must not see the gradients of other batches, so units of a lane compute on stand-ins
-for the parameters (`ParameterReplicas`).
+Note: updates. Where the step ends with these batches, and no rule needs all gradients first, a shard is updated right after
+its last backward unit. No unit reads the updated parameters any more: all batches have had their backward there, and a
+parameter is updated with the first shard that uses it. All losses are known by then. The updates are units of the last
+batch, so no two updates run at once. Meanwhile other batches run backward units of earlier shards. The optimizer's step
+takes every parameter with a gradient and must not see the gradients of other batches, so units of a lane compute on
+stand-ins for the parameters (`ParameterReplicas`).
 """
 
 from abc import abstractmethod
@@ -57,7 +52,7 @@ class QueuedParallelStep(ParallelStep):
     """Batches under way, with their units in queues.
 
     Args:
-        lanes, earlier, width, replicas: see `ParallelStep`; the lanes' plans are compatible with each other.
+        lanes: see `ParallelStep`; their plans share parameters shard by shard (`goes_with`).
         queues: names of the queues in asking order, each with its near device at first.
         goes_on_with_shard: whether a queue prefers its present shard to the oldest batch.
         updates: whether shards are updated, because the step ends with these batches.
@@ -181,7 +176,7 @@ class QueuedParallelStep(ParallelStep):
         return (unit.kind, unit.shard) != at_hand and self._run_here[name, *at_hand] < self._size(name)
 
     def _may_run(self, rank: int) -> bool:
-        """Whether earlier batches have run the batch's next unit; an update only follows the last backward."""
+        """Whether the batch's next unit need not wait for earlier batches any longer."""
         unit = self._next[rank]
         return unit.kind == "update" or self._is_free(unit.kind) or self._run[unit.kind, unit.shard] == rank
 

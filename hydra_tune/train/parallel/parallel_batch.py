@@ -41,7 +41,6 @@ class PredrawnBatch(TrainingBatch):
 
     Args:
         part: the batch; copied, because a loader may draw the next batch into the same memory.
-        state, device, gradients: as for any batch.
         streams: the trial's streams at the position where the batch's draws begin.
         end: position of the units' stream after the batch's draws; None for a plan that draws nothing.
     """
@@ -59,12 +58,8 @@ class PredrawnBatch(TrainingBatch):
         self._end, self._device = end, device
 
     def check_draws(self) -> None:
-        """Check that the batch's draws ended where the draws of later batches began.
-
-        Raises:
-            HydraTuneError: the positions differ.
-        """
-        # Later batches have already drawn from positions beyond `end`, so a mismatch cannot be repaired.
+        """Refuse a batch whose draws did not end where the draws of later batches began."""
+        # Later batches may have drawn from positions beyond `end`, so a mismatch cannot be repaired.
         if self._end is not None and not torch.equal(self._streams.position(self._device), self._end):
             raise HydraTuneError(
                 "a batch drew another number of random numbers than the batches before it, so batches drawn ahead would "
@@ -73,12 +68,7 @@ class PredrawnBatch(TrainingBatch):
 
 
 class ParallelBatch(PredrawnBatch):
-    """A batch beside others: reads parameters on any device, and adds gradients to earlier sums in turn.
-
-    Args:
-        part, state, streams, end, device, gradients: as for `PredrawnBatch`.
-        replicas: copies of the parameters.
-    """
+    """A batch beside others: reads parameters on any device, and adds gradients to earlier sums in turn."""
 
     def __init__(
         self,

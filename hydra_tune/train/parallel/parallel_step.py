@@ -5,12 +5,10 @@ the units due at the start, and for the units due after each unit. `DataParallel
 through its units in order, from gradients of zero, on any free device. When a batch's backward is over and the gradients
 of all earlier batches are summed, the batch's own gradients are added. So every sum is made in the order of the batches, as
 in a plain loop, and the result has the same bits on one device and on many. The other ways, in `grouped_data_parallel.py`
-and `pipeline_parallel.py`, derive from `QueuedParallelStep` (`ordered_queues.py`). A step must not choose devices: the
-scheduler does, and `near` is only a preference.
+and `pipeline_parallel.py`, derive from `QueuedParallelStep` (`ordered_queues.py`).
 
 `OptimizerStep` (`train/loop/optimizer_step.py`) makes the `ParallelStep`, yields the step to the pool, and takes the sums
-(`result`) or closes the step afterwards. The number of batches under way at once is limited, because the values between
-their units need room on the host.
+(`result`) or closes the step afterwards.
 """
 
 import threading
@@ -33,8 +31,7 @@ class ParallelUnit:
     """A due unit.
 
     Attributes:
-        rank: place of the batch within the parallel step; lower ranks go first. A batch has at most one unit due.
-        pending: the unit.
+        rank: place of the batch within the parallel step; a batch has at most one unit due.
         near: the preferred device; None: any.
     """
 
@@ -125,12 +122,7 @@ class ParallelStep(ABC):
 
 
 class DataParallelStep(ParallelStep):
-    """Whole batches, each preferably on one device, as far as devices are free; gradients are summed batch by batch.
-
-    Args:
-        lanes, earlier, width, replicas: see `ParallelStep`.
-        names: the parameters with summed gradients.
-    """
+    """Whole batches, each preferably on one device; the gradients of `names` are summed batch by batch."""
 
     def __init__(
         self,
@@ -166,7 +158,7 @@ class DataParallelStep(ParallelStep):
         return [*own_units, *self._first()]
 
     def _program(self, rank: int) -> Generator[PendingUnit | None, None, None]:
-        """Yield a batch's units in order; yield None once the batch has to wait for the sums of earlier batches."""
+        """Yield a batch's own units, then None once, then the units that add to the sums of earlier batches."""
         lane = self._lanes[rank]
         yield from lane.units(is_last=False)
         lane.check_draws()
@@ -176,10 +168,7 @@ class DataParallelStep(ParallelStep):
         lane.clear()
 
     def _go_on(self, rank: int, device: str | None) -> list[ParallelUnit]:
-        """Advance a batch to its next unit, near the last device, or to the wait for earlier sums.
-
-        A finished batch also releases the next batch, if the next batch waits for the sums.
-        """
+        """Advance a batch to its next unit or to the wait for earlier sums; a finished batch releases the next."""
         while rank < self._end:
             try:
                 pending = next(self._programs[rank], _DONE)

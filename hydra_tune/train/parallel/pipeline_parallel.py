@@ -1,9 +1,8 @@
 """`PipelineParallelStep`: batches of an optimizer step side by side, with a home device for each shard.
 
-Parameters stay and batches travel: a device owns some of the shards and runs their units for every batch. Only
-boundaries at the cuts between devices are copied. A parameter's gradients are summed on the device of its shard.
-`OptimizerStep` (`train/loop/optimizer_step.py`) makes the parallel step when the batches drawn ahead are due, if
-`step_strategy.py` has chosen homes.
+Batches travel from device to device: a device owns some of the shards and runs their units for every batch. A parameter's
+gradients are summed on the device of its shard. `OptimizerStep` (`train/loop/optimizer_step.py`) makes the parallel step
+when the batches drawn ahead are due, if `step_strategy.py` has chosen homes.
 
 The shards of a home form a queue (`ordered_queues.py`). Moving a shard costs a copy of parameters and sums, so a unit
 never leaves a home that is about to be free; the next step asks for devices again.
@@ -54,11 +53,10 @@ def _signature(plan: ShardPlan) -> list[tuple[object, ...]]:
 
 
 class PipelineParallelStep(QueuedParallelStep):
-    """Batches under way, with each shard on one device.
+    """Batches under way, with a home for each shard.
 
     Args:
-        lanes, earlier, width, replicas, goes_on_with_shard, updates: see `QueuedParallelStep`.
-        homes: the device of each shard.
+        homes: the device of each shard at first.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ Before an optimizer step of several batches, `SingleTrial` (`train/single_trial.
 rehearsal (`train/timing/fake_trial.py`) makes a strategy of its own.
 
 Note: order. `arrange` calls `offer` and `ask`, and `SingleTrial` calls `leave` after the batches. Where the host has no
-room for the batches drawn ahead, `SingleTrial` calls `leave` and `decline` at once. The module must not choose devices.
+room for the batches drawn ahead, `SingleTrial` calls `leave` and `decline` at once.
 """
 
 from dataclasses import dataclass
@@ -47,8 +47,7 @@ class StepStrategy:
 
     Attributes:
         way: one of `cost_model.WAYS`.
-        width: largest number of batches under way at once; 1: one after the other.
-        plan: plan of the arranged batches.
+        width: largest number of batches under way at once.
         homes: the device of each shard, where the step is pipelined.
         is_dealt: whether a device of a pipelined step stays with its present shard.
         teams: for a data-parallel step, the number of teams that go through each shard together; 0: each batch runs by
@@ -69,7 +68,7 @@ class StepStrategy:
 
 
 def lane_bytes(plan: ShardPlan, way: str, *, together: bool = False) -> int:
-    """Return the host memory for another batch under way, in bytes: values between units, and batches drawn ahead.
+    """Return the host memory for another batch under way, in bytes: values, gradients, and batches drawn ahead.
 
     In a pipeline, in teams and in a group, all batches share a single set of gradients of parameters. Batches going
     through each shard `together`, as in a group, are the only batches drawn.
@@ -82,5 +81,5 @@ def lane_bytes(plan: ShardPlan, way: str, *, together: bool = False) -> int:
 
 
 def drawn_bytes(plan: ShardPlan, for_each: int) -> int:
-    """Return the part of `lane_bytes` for batches drawn ahead, which stay on the host."""
+    """Return the bytes of the batches drawn ahead for a batch under way, which stay on the host."""
     return for_each * max(shard.cost.value_bytes for shard in plan.shards)

@@ -1,7 +1,7 @@
 """Arrangement of the batches of a trial's next optimizer step, decided anew for each step by the pool's present offer.
 
 `SingleTrial` (`train/single_trial.py`) calls `arrange` once the first of several batches of a step has been drawn.
-`TrialRehearsal` (`train/timing/fake_trial.py`) says beforehand which way a step would take on idle devices.
+`TrialRehearsal` (`train/timing/fake_trial.py`) asks for the `exact_ways`, for a forecast.
 """
 
 from hydra_tune.shard.partition.plan import ShardPlan
@@ -17,15 +17,7 @@ from hydra_tune.train.state.model_state import ModelState
 def arrange(
     kept: CachedPlan, state: ModelState, helpers: DeviceLender, count: int, parallel: Parallel
 ) -> StepStrategy | None:
-    """Arrange how batches of a plan run together; None: one after the other.
-
-    Args:
-        kept: the plan; `draws` is known.
-        state: the trial's long-lived tensors.
-        helpers: grants devices and host memory.
-        count: batches of the step, pieces counted as batches.
-        parallel: the task's choice among the ways.
-    """
+    """Arrange how the `count` batches or pieces of a step run together; None: one after the other."""
     plan = kept.plan
     if kept.ways is None:
         kept.ways = exact_ways(plan, state)

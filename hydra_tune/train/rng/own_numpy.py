@@ -1,24 +1,22 @@
 """A thread's own stream of `numpy.random`, in place of the process-wide stream. Imports numpy.
 
 The functions of `numpy.random` are methods of a hidden `RandomState`. The hidden object draws for every thread from its
-present bit generator, inside the bit generator's `lock`. This module gives the hidden object a `_BitGeneratorFacade` as
-bit generator, with a `_StreamSwitchLock` as lock. Entering the lock looks up the thread's own stream, or else the
-process's, and if another stream was drawn from last, switches the `RandomState` to the right bit generator. The bit
-generator stays until another thread draws, so consecutive draws of a thread exchange nothing. `RandomStreams`
-(`rng_streams.py`) loads and installs this module when a trial's streams are made, if numpy is installed. The module must not
-know models.
+present bit generator, inside the bit generator's `lock`. This module gives the hidden object a `_BitGeneratorFacade` as bit
+generator, with a `_StreamSwitchLock` as lock. Entering the lock looks up the thread's own stream, or else the process's,
+and if another stream was drawn from last, switches the `RandomState` to the right bit generator. `RandomStreams`
+(`rng_streams.py`) loads and installs this module when streams are made, if numpy is installed.
 
-Note: normal numbers come in pairs, and the `RandomState` keeps the second number. The number is lost when the
-`RandomState` gets another bit generator, so an exchange takes the number out first and puts the number back when its
-stream is drawn from again.
+Note: normal numbers come in pairs, and the `RandomState` keeps the second number. The number is lost when the `RandomState`
+gets another bit generator, so an exchange takes the number out first and puts the number back when its stream is drawn from
+again.
 
-Note: exceptions from outside (Ctrl-C, `LoaderInterrupt`). Python raises such exceptions between any two lines, also
-here. `_StreamSwitchLock` then releases the lock, and an interrupted exchange is repeated from its beginning. `__exit__`
-is the lock's own, in C, where no exception is raised.
+Note: exceptions from outside (Ctrl-C, `LoaderInterrupt`). Python raises such exceptions between any two lines, also here.
+`_StreamSwitchLock` then releases the lock, and an interrupted exchange is repeated from its beginning. `__exit__` is the
+lock's own, in C, where no exception is raised.
 
 Note: replaced functions. `get_state` and `set_state`, which enter the lock only in newer versions of numpy,
-`get_bit_generator` and `set_bit_generator`, wherever `own_python.replace_everywhere` finds the functions. Objects of
-the user's own (`RandomState()`, `default_rng()`) stay as they are.
+`get_bit_generator` and `set_bit_generator`, wherever `own_python.replace_everywhere` finds the functions. Objects of the
+user's own (`RandomState()`, `default_rng()`) stay as they are.
 """
 
 import os
@@ -45,10 +43,7 @@ State = tuple[str, Any, int, int, float]
 
 
 class NumpyStream:
-    """A random stream equivalent to numpy's own.
-
-    Args:
-        bits: the bit generator.
+    """A random stream equivalent to numpy's own, of a bit generator.
 
     Attributes:
         moves: number of entries of the lock for the stream, at least one for each draw by a `numpy.random` function.
@@ -95,7 +90,7 @@ class _StreamSwitchLock:
 
     Attributes:
         base: stream of threads without a stream of their own: the process's.
-        installed: stream that the hidden `RandomState` draws from; None: an exchange was interrupted.
+        installed: stream that the hidden `RandomState` draws from; None: the next draw exchanges streams.
     """
 
     __exit__ = _LOCK.__exit__

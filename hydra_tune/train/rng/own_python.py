@@ -4,7 +4,7 @@ The functions of `random` are methods of one hidden object, `random._inst`, whic
 gives the object a class whose methods look up the thread's own stream first: a thread with a stream of its own draws from
 and seeds that stream, and all other threads use the process's stream as before. `RandomStreams` (`rng_streams.py`)
 installs the class once for the process, when the first streams are made, and gives each trial a `PythonStream`.
-`own_numpy.py` makes its own replacements as `BoundFunction`s. The module must not know models.
+`own_numpy.py` makes its own replacements as `BoundFunction`s.
 
 Note: replaced functions. Most functions draw through `self.random()` and `self.getrandbits()`, so changing the class is
 enough. Five functions (`_REPLACED`) are bound to methods in C, or call such methods directly. This module replaces the
@@ -113,7 +113,6 @@ class BoundFunction(functools.partial[Any]):
     Args:
         run: function to call.
         owner: the object; pickling the function pickles the object.
-        name: name of the method.
     """
 
     def __new__(cls, run: Callable[..., Any], owner: object, name: str) -> Self:
@@ -161,12 +160,9 @@ def install() -> dict[Any, Any]:
 
 
 def replace_everywhere(replaced: Mapping[Any, Any]) -> None:
-    """Replace objects by others wherever the note above says that replacement is possible.
+    """Replace objects by their replacements wherever the note above says that replacement is possible.
 
-    The search covers the whole heap and takes 30 ms beside an imported torch: replace all objects in one call.
-
-    Args:
-        replaced: object -> replacement.
+    The search covers the whole heap, so replace all objects in one call.
     """
     if not replaced:
         return
@@ -208,7 +204,7 @@ def _instance() -> random.Random:
 
 
 def _reseed() -> None:
-    """Reseed in a forked child: Python has reseeded the process's stream there, as in every child."""
+    """Reseed in a forked child, where Python has reseeded the process's stream."""
     # Python's reseeding has cleared the number through the property, and so perhaps on the thread's own stream.
     vars(_instance())["gauss_next"] = None
     own_stream = _OWN.get()

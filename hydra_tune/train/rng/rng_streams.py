@@ -1,24 +1,24 @@
 """A trial's own random streams, in place of the process's streams for all code of the trial.
 
-Torch's operators on CPU, the functions of `random` and the functions of `numpy.random` look up the stream of the
-calling thread (`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code draws from the trial's
-streams without a turn, and no other thread draws from or seeds the streams meanwhile. Functions of `numpy.random` alone
-take a lock that all threads share, for the length of a call. Threads started by the code draw from the process's
-streams, and so do functions of `random` held where `own_python.py` cannot replace functions. Each GPU has a default
-generator of its own: a unit that draws there takes the generator's turn and sets the trial's position. Unless the unit is
-a recompute, the unit reads the position again at its end.
+Torch's operators on CPU, the functions of `random` and the functions of `numpy.random` look up the stream of the calling
+thread (`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code draws from the trial's streams
+without a turn. Functions of `numpy.random` alone take a lock that all threads share, for the length of a call. Threads
+started by the code draw from the process's streams, and so do functions of `random` held where `own_python.py` cannot
+replace functions. Each GPU has a default generator of its own: a unit that draws there takes the generator's turn and sets
+the trial's position. Unless the unit is a recompute, the unit reads the position again at its end.
 
 `Trial` (`train/trial.py`) makes the streams from the task's seed. `Trial` and its subclasses enter the streams around each
 call of the trial's own code, and bursts (`train/loop/burst.py`) for their whole length. `BatchUnits`
 (`train/loop/batch_units.py`) enters the streams around each eager unit, and around each captured unit that draws.
 `TrialPlanCache` (`train/loop/plan_cache.py`) and `fusion/compile/batched_plan_cache.py` enter the streams to prepare plans.
-`SharedModule` (`train/shared_module.py`), the pool's workers and preparers and others make streams for code that must
-leave the process's streams alone.
+`OptimizerStep` (`train/loop/optimizer_step.py`) forks the streams for each batch drawn ahead, and a fused group draws from
+its members' streams (`fusion/group/group_rng.py`). `SharedModule` (`train/shared_module.py`), the pool's workers and
+preparers and others make streams for code that must leave the process's streams alone.
 
 Note: bits. A plain loop's `torch.manual_seed`, `numpy.random.seed` and `random.seed` set the same positions. Captured units
 draw from torch's stream alone.
 
-Note: locks. A unit on a GPU takes the generator's turn before the capture gate. The module must not know models.
+Note: locks. A unit on a GPU takes the generator's turn before the capture gate.
 """
 
 import copy
@@ -48,7 +48,7 @@ def _own_numpy() -> Any:
 
 
 def _install(own_numpy: Any) -> None:
-    """Route all drawing functions to the calling thread's streams; a later call in the process changes nothing."""
+    """Route drawing functions to the calling thread's streams; a later call in the process changes nothing."""
     with _LOCK:
         own_generator.install()
         replaced = own_python.install()
@@ -58,11 +58,7 @@ def _install(own_numpy: Any) -> None:
 
 
 class RandomStreams:
-    """The random streams of a trial, from a seed on.
-
-    Args:
-        seed: the seed that a plain loop would give to `torch.manual_seed`, `numpy.random.seed` and `random.seed`.
-    """
+    """The random streams of a trial, from a seed on."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -78,10 +74,7 @@ class RandomStreams:
         self._drawn_from: RandomGenerator | None = None
 
     def fork(self) -> "RandomStreams":
-        """Return independent torch streams at the present position, for captured units.
-
-        Draws from a fork do not move the original, nor the other way round.
-        """
+        """Return independent torch streams at the present position, for captured units."""
         forked = copy.copy(self)
         generator = ThreadGenerator()
         generator.set_state(self._torch.get_state())
@@ -163,10 +156,7 @@ class RandomStreams:
         return moves
 
     def everything(self) -> AbstractContextManager[None]:
-        """Make the torch CPU, numpy and Python streams of this thread the trial's inside the context.
-
-        The thread's earlier streams return on leaving.
-        """
+        """Make the torch CPU, numpy and Python streams of this thread the trial's inside the context."""
         assert self._host_streams, "a fork of streams is for captured units, which draw from torch's alone"
         return _RandomStreamContext(self._host_streams)
 
@@ -183,13 +173,19 @@ class RandomStreams:
 
     @contextmanager
     def updating(self, device: Device | None) -> Iterator[None]:
-        """Make all streams the trial's around an update, because the optimizer's own code may draw from any of them.
+        """Make the streams the trial's around an update, because the optimizer's own code may draw.
+
+        On a GPU's worker, torch's draws on the host are not the trial's.
 
         Args:
             device: device of the update; None: on the host.
         """
-        with self.drawing(device, keep=True), self.everything():
+        with self.drawing(device, keep=True), self.of_python():
             yield
+
+    def of_python(self) -> AbstractContextManager[None]:
+        """Make the numpy and Python streams of this thread the trial's inside the context."""
+        return _RandomStreamContext(self._host_streams[1:])
 
     @contextmanager
     def _drawing_on_host(self, *, keep: bool) -> Iterator[None]:

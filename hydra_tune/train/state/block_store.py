@@ -1,4 +1,4 @@
-"""A step's values as blocks: the store of a chain of units in the pool.
+"""A batch's values as blocks: the store of a chain of units in the pool.
 
 `BatchUnits` (`train/loop/batch_units.py`) makes a `BlockStore` for each batch, and the batch's units read and write
 values there, one unit at a time. Subclasses such as `TrainingBatch` (`train/loop/training_batch.py`) hand gradients from
@@ -30,14 +30,13 @@ _WITHIN_SHARDS = ("saved:", "kept:")
 
 
 class BlockStore:
-    """Values of a step, by key; a running unit sets `lease`, and `stand_ins` replaces tensors of the state.
+    """Values of a batch, by key; a running unit sets `lease`, and `stand_ins` replaces tensors of the state.
 
     Values that were views of one storage are views of one block. The block is dropped with its last value, unless a value
     on the block was given away.
 
     Args:
-        state: the trial's long-lived tensors.
-        plan: plan whose constants the step uses.
+        plan: plan whose constants the batch uses.
         batch: the batch's tensors, on the host.
         device: device whose alignment the blocks have.
     """
@@ -54,7 +53,7 @@ class BlockStore:
         self._take_over(fixed, device)
 
     def blocks(self, keys: Sequence[str], constants: Sequence[str], inputs: Sequence[int]) -> list[Block]:
-        """Return the blocks under the keys that exist. May be called from any thread."""
+        """Return the blocks under the keys that exist."""
         all_keys = [*keys, *(_constant_key(name) for name in constants), *(_input_key(index) for index in inputs)]
         values = [self._values.get(key) for key in all_keys]
         return [value.block for value in values if value is not None]

@@ -39,8 +39,8 @@ class HostUpdateQueue:
             device: device whose host thread runs the update.
             blocks: blocks of the parameters; pinned on the host until the update is over.
             step: runs the update.
-            over: called with the update's begin and end, by the clock of `time.perf_counter_ns`; called in any case,
-                with the same time twice if the update was not made.
+            over: called with the update's begin and end, by the clock of `time.perf_counter_ns`; with the same time
+                twice if the update failed.
         """
         home = HostBlockPin(blocks)
         try:

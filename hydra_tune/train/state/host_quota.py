@@ -16,21 +16,20 @@ from hydra_tune.shard.partition.plan import ShardPlan
 
 
 def fixed_bytes(plan: ShardPlan) -> int:
-    """Return the bytes of a trial that cannot go to disk: spilled activations of whole units."""
+    """Return the bytes of a plan's units that cannot go to disk: spilled activations of whole units."""
     return sum(shard.cost.spilled_bytes for shard in plan.shards)
 
 
 def largest_bytes(plan: ShardPlan) -> int:
-    """Return the bytes of a trial's largest possible block: everything of one kind in a shard's unit."""
+    """Return the bytes of a plan's largest possible block: everything of one kind in a shard's unit."""
     costs = [shard.cost for shard in plan.shards]
     return max(max(c.state_bytes, c.optimizer_bytes, c.value_bytes, c.gradient_bytes, c.trained_bytes) for c in costs)
 
 
 class HostMemoryQuota:
-    """A trial's share of the host memory that cannot go to disk.
+    """A trial's share of the host memory that cannot go to disk; without `host`, there is room for all.
 
     Args:
-        host: counts host copies and sends some to disk; None: the host has room for all.
         tenant: the trial, for `host`.
     """
 

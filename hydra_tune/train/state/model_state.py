@@ -2,15 +2,15 @@
 
 `OwnCodeTrial` (`train/own_code_trial.py`) makes a `ModelState` for the plan of a trial, `GroupTrial`
 (`fusion/group/group_trial.py`) for the stacked model of a group, and `TrialRehearsal` (`train/timing/fake_trial.py`) for a
-forecast. Each unit (`train/loop/batch_units.py`) gets the
-groups of its shard from the `ModelState`. `TensorGroups` (`tensor_groups.py`) has the groups; this module adds the
-optimizer's steps, the optimizer's state, and the user's own code.
+forecast. Each unit (`train/loop/batch_units.py`) gets the groups of its shard from the `ModelState`; update units
+(`train/loop/training_batch.py`, `fusion/group/multi_step_unit.py`) call `update`. `TensorGroups` (`tensor_groups.py`) has
+the groups; this module adds the optimizer's steps and state, and the user's own code.
 
-Note: the user's own code. Where units run the user's own step, parameters, buffers and optimizer state form a group
-each. The user's code may replace any of the tensors, add tensors, and create optimizer state at any time, so after each
-burst of steps `refresh` checks whether the groups still hold the present tensors. Where the device computes with the
-host's own tensors, the groups are loose (`memory/block.py`): none of the user's tensors moves before something else
-needs the room.
+Note: the user's own code. Where units run the user's own step, parameters, buffers and optimizer state form a group each.
+The user's code may replace any of the tensors, add tensors, and create optimizer state at any time, so a burst
+(`train/loop/burst.py`) calls `refresh`, which checks whether the groups still hold the present tensors. Where the device
+computes with the host's own tensors, the groups are loose (`memory/block.py`): none of the user's tensors moves before
+something else needs the room.
 """
 
 import functools
@@ -51,24 +51,15 @@ class ModelState(TensorGroups):
     """Parameters, buffers and optimizer state of a trial.
 
     Args:
-        module: the trial's module, on the host.
+        module, plan, device, host, tenant, before, runs_own_code, may_share: as of `TensorGroups`.
         optimizer: the trial's optimizer.
-        plan: decides the groups; later plans of the trial use the same groups.
-        device: any device of the pool, for host memory and alignment.
-        host: counts the groups' host copies; None: the host has room for all.
-        tenant: the trial, for `host`.
-        before: the trial's earlier state, replaced by this state; its number and watcher carry over.
-        runs_own_code: whether units run the user's own step on the module; `refresh` then follows the changes.
         is_separable: whether the optimizer is known to step each parameter by itself; else an optimizer that steps
             parameters apart is checked.
-        may_share: whether frozen parameters in a shared file share the copies of other trials.
 
     Attributes:
         recomputed: graphs of shards whose activations are no longer kept, because memory has run out.
         around_step: returns the context manager entered around each step of the optimizer; called with the device of
             the step, None on the host.
-
-    The other attributes are those of `TensorGroups`.
     """
 
     def __init__(
@@ -133,7 +124,7 @@ class ModelState(TensorGroups):
         return self._names[id(tensor)]
 
     def optimized(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Select the values of the parameters that the optimizer updates, in the module's order."""
+        """Select the values of the optimizer's parameters, in the module's order."""
         return {name: values[name] for name in self._optimized if name in values}
 
     def check(self, *, may_thaw: bool = False) -> None:
@@ -154,11 +145,7 @@ class ModelState(TensorGroups):
             self.check_frozen()
 
     def check_frozen(self) -> None:
-        """Refuse a step if a frozen parameter has become trainable, or if the optimizer has other parameters.
-
-        Raises:
-            TaskError: the step would train a parameter that was not trained at the beginning of the trial.
-        """
+        """Refuse, by a `TaskError`, a step if a frozen parameter trains now, or the optimizer has other parameters."""
         check_still_frozen(self._frozen)
         self.check_optimized()
 
@@ -168,11 +155,7 @@ class ModelState(TensorGroups):
         return any(tensor.requires_grad for tensor in self._frozen.values())
 
     def check_optimized(self) -> None:
-        """Refuse a step of an optimizer that has other parameters now.
-
-        Raises:
-            TaskError: as said.
-        """
+        """Refuse, by a `TaskError`, a step of an optimizer that has other parameters now."""
         if _in_order(self.optimizer) != self._in_order:
             raise TaskError(
                 "the optimizer got other parameters after the trial began, which the memory plan cannot follow; give all "
@@ -183,8 +166,7 @@ class ModelState(TensorGroups):
         """Take one optimizer step for some parameters; the optimizer skips all others, which have no gradient.
 
         For every optimizer with a per-parameter update, the result equals, to the last bit, a single step over all
-        parameters. The optimizer is the user's own, so schedulers, parameter groups and `state_dict` behave as in a
-        plain loop.
+        parameters.
         """
         self._step(gradients, rules)
         self.touched(name for name in names if name in gradients)
@@ -280,12 +262,11 @@ class ModelState(TensorGroups):
     ) -> None:
         """Start an update on the host, for parameters with optimizer state that never leaves the host.
 
-        The device copies of the parameters are given up. The update runs beside the device's next units; see
-        `HostUpdateQueue`.
+        The device copies of the parameters are given up.
 
         Args:
             names: the parameters.
-            gradients: gradients of the parameters, on the host; emptied when the update is over.
+            gradients: on the host; emptied when the update is over.
             rules: rules for the gradients.
             device: the device beside which the update runs.
             over: as of `HostUpdateQueue.start`.
@@ -303,17 +284,17 @@ class ModelState(TensorGroups):
     def stand_ins(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return stand-ins for the trainable parameters among the names: separate tensors in the same memory.
 
-        A backward leaves gradients on the stand-ins and not on the trial's own parameters, so no step of the optimizer
-        applies a gradient too early.
+        A backward leaves gradients on the stand-ins, so no step of the optimizer applies a gradient too early.
         """
         tensors = {name: self.tensors[name] for name in names}
         return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor.requires_grad}
 
-    def adopt_optimizer_state(self, names: tuple[str, ...], device: Device) -> None:
+    def adopt_optimizer_state(self, names: tuple[str, ...], device: Device, lease: Lease) -> None:
         """Move state tensors that the optimizer has just created into a group on the host, on the device's copy thread.
 
         Where a new tensor stands in the place of an adopted tensor of the same shape and dtype, the adopted tensor takes
-        the new values and its place again.
+        the new values and its place again. A group with a tensor whose place was taken by another shape or dtype leaves
+        the lease; the group's other tensors join the new group.
         """
         fresh: dict[tuple[str, str], Tensor] = {}
         replaced: dict[tuple[str, str], Tensor] = {}
@@ -339,10 +320,22 @@ class ModelState(TensorGroups):
         self._check_apart(dict.fromkeys(name for name, _ in fresh))
         # The new tensors are copied on another thread, so the kernels that fill them must have ended.
         device.synchronize()
+        outdated = {id(self._adopted.pop(place)) for place in fresh if place in self._adopted}
+        stale_groups = [
+            group
+            for group in self.optimizer_groups(names)
+            if outdated and not outdated.isdisjoint(map(id, group.tensors))
+        ]
+        moving = {id(tensor) for group in stale_groups for tensor in group.tensors}
+        fresh |= {place: tensor for place, tensor in self._adopted.items() if id(tensor) in moving}
         self._group_optimizer_state(names, fresh, device)
+        for members, groups in self._optimizer_groups.items():
+            self._optimizer_groups[members] = [group for group in groups if group not in stale_groups]
+        for group in stale_groups:
+            lease.exchange(group, None)
 
     def _copy_into_place(self, replaced: dict[tuple[str, str], Tensor], fresh: dict[tuple[str, str], Tensor]) -> None:
-        """Copy new state, by parameter name and key, into the tensors that are in groups already."""
+        """Copy new state into the tensors that are in groups already."""
         places = {self._adopted[place].data_ptr() for place in replaced}
         for state in (replaced, fresh):
             for (name, key), value in state.items():
@@ -399,10 +392,7 @@ class ModelState(TensorGroups):
                 self._group_optimizer_state(names, group_tensors, device)
 
     def _put_in_places(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write state into the tensors of the groups that held such state before.
-
-        A member that joins with state follows a member of the fused group that has left.
-        """
+        """Write state into the tensors of the groups that held such state before, as of a member that has left a group."""
         values: dict[int, Tensor] = {}
         for name, entries in saved.items():
             for key, value in entries.items():
@@ -431,10 +421,9 @@ class ModelState(TensorGroups):
         self._optimizer_groups.setdefault(names, []).append(group)
 
     def adopt_made(self, device: Device) -> None:
-        """Adopt optimizer state that a constructor has created (Adagrad's, up to torch 2.11).
+        """Adopt optimizer state that a constructor has created on the host (Adagrad's, up to torch 2.11).
 
-        The constructor puts such state beside the parameters, on the host. A CPU device computes with the state in
-        place, and `adopt_optimizer_state` groups the state after a step.
+        On a CPU device `adopt_optimizer_state` groups the state after a step.
         """
         if device.torch_device.type != "cpu":
             self.adopt_saved({name: entries for name, entries in self.optimizer_state().items() if entries}, device)
@@ -464,9 +453,7 @@ class ModelState(TensorGroups):
     def refresh(self, lease: Lease, device: Device) -> None:
         """Make the groups hold the present tensors, after the user's own code has run under a lease on all groups.
 
-        Args:
-            lease: lease of the unit that ran the code; new groups join the lease.
-            device: the device where the code ran, and where new tensors lie.
+        New groups join the lease. New tensors lie on the device.
 
         Raises:
             BudgetError: the present tensors do not fit the device.
@@ -580,11 +567,7 @@ def _in_order(optimizer: Optimizer) -> list[int]:
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    """Refuse an optimizer that cannot be stepped shard by shard, or has tensors outside the module.
-
-    Raises:
-        TaskError: the optimizer is LBFGS, or holds a parameter that is not the module's.
-    """
+    """Refuse, by a `TaskError`, LBFGS and an optimizer of a parameter that is not the module's."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TaskError(
             "LBFGS evaluates the model several times within a step and couples all parameters, so it cannot be stepped "

@@ -1,26 +1,22 @@
 """Parameters and buffers that several devices read at the same time.
 
-A block is on one device at most. For units of a trial to run side by side, a device in need of a group on another
-device loads a copy from the host. The copy is a block like any other: the device's ledger counts the copy, and pagers
-load and spill the copy as room allows. The copy is read-only and lives until the batches have run; parameters that are
-updated earlier are not read any more (`train/parallel/ordered_queues.py`). `OptimizerStep`
-(`train/loop/optimizer_step.py`) makes a `ParameterReplicas` for each step, `ParallelBatch`
-(`train/parallel/parallel_batch.py`) leases a shard's parameters and buffers there in each forward and backward unit, and
-`ParallelStep` (`train/parallel/parallel_step.py`) gives up the copies.
+A block is on one device at most. For units of a trial to run side by side, a device in need of a group on another device
+loads a copy from the host. The device's ledger counts the copy, and the pager may drop the copy and load it again. The copy
+is read-only and lives until the batches have run; parameters that are updated earlier are not read any more
+(`train/parallel/ordered_queues.py`). `OptimizerStep` (`train/loop/optimizer_step.py`) makes a `ParameterReplicas` for each
+step, `ParallelBatch` (`train/parallel/parallel_batch.py`) leases a shard's parameters and buffers there in each forward and
+backward unit, and `ParallelStep` (`train/parallel/parallel_step.py`) gives up the copies. Where each shard has a home
+device, groups that only one shard uses are not copied: such a group moves to the home of its shard.
 
-Where each shard has a home device, groups that only one shard uses are not copied: such a group moves to the home of
-its shard.
+In both cases units compute on *stand-ins*: separate tensors in the memory of the copy or of the group. So a backward leaves
+no gradient on the trial's parameters, where a concurrent update of other parameters would find the gradient.
 
-In both cases units compute on *stand-ins*: separate tensors in the memory of the copy or of the group. So a backward
-leaves no gradient on the trial's parameters, where a concurrent update of other parameters would find the gradient.
+Note: location of the original. While units run side by side, a group that a device has, or is about to have, stays there or
+goes to the host, and other devices take copies. So two units never wait for each other's parameters.
 
-Note: location of the original. While units run side by side, a group that a device has, or is about to have, stays
-there or goes to the host, and other devices take copies. So two units never wait for each other's blocks, and no unit
-changes a block of another.
-
-Note: host copies. A copy is loaded from the host copy of its group, and has no host copy of its own. Where host copies
-may go to disk, the group's host copy is brought back for each load and held only until the load is done. Lock order:
-the lock of a copy before the lock of its group, never the other way round.
+Note: host copies. A copy is loaded from the host copy of its group, and has no host copy of its own. Where host copies may
+go to disk, the group's host copy is brought back for each load and held only until the load is done. Lock order: the lock
+of a copy before the lock of its group.
 """
 
 import threading
@@ -39,12 +35,7 @@ from hydra_tune.train.state.model_state import ModelState
 
 
 class _ReplicaSourceTier:
-    """Source of a copy where host copies may go to disk; acts as the tier of the copy.
-
-    Args:
-        group: original of the copy.
-        host: counts the group's host copy.
-    """
+    """Source of a copy where host copies may go to disk; acts as the tier of the copy of a `group`."""
 
     def __init__(self, group: TensorBlock, host: HostTier) -> None:
         self._group = group
@@ -73,7 +64,7 @@ class _ReplicaSourceTier:
                 self._host.hold(self._group, -1)
 
     def forget(self, block: Block) -> None:
-        """Release the group when the copy is given up; after a failed load, the group is still held until now."""
+        """Release the group when the copy is given up, also after a failed load."""
         self.loaded(block)
         block.tier = None
 
@@ -87,12 +78,7 @@ class _ReplicaSourceTier:
 
 
 class ParameterReplicas:
-    """Read-only copies of a trial's groups, on any number of devices.
-
-    Args:
-        state: the trial's long-lived tensors; code that changes a copied tensor reads no copy of the tensor until
-            `close`.
-    """
+    """Read-only copies of a trial's groups: until `close`, code that changes a group reads no copy of the group."""
 
     def __init__(self, state: ModelState) -> None:
         self.moving: Collection[TensorBlock] = frozenset()
@@ -165,7 +151,7 @@ class ParameterReplicas:
                 if isinstance(group.tier, HostTier):
                     copy.tier = _ReplicaSourceTier(group, group.tier)
                 else:
-                    # Shared and never written: a copy never changes, and the group does not before `close`.
+                    # Shared and never written: a copy never changes, and no unit reads the copy of an updated group.
                     copy.host = group.host
                 with self._lock:
                     self._copies[group, pager] = copy

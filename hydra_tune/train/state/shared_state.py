@@ -14,7 +14,7 @@ Note: three ways to read a device's copy. A captured unit computes on a *view* o
 user's own code reads the parameter itself, which is *pointed* at the copy for the length of a unit. On a device that
 computes on host tensors, the user's own code reads the mapping, and the copy only counts the bytes.
 
-Note: threads. The shares change only on the thread that runs the trial; a prefetch, on another thread, may ask for `blocks`
+Note: threads. The shares change only on the thread that runs the trial; other threads may ask for `blocks` and `place`
 meanwhile. There is no lock: `blocks` and `place` read a copy of the dictionary.
 """
 
@@ -42,9 +42,9 @@ class SharedTensors:
 
     Args:
         tensors: parameters and buffers of the trial, by name.
-        written: names of tensors that the trial's graphs write.
+        written: names of tensors that the trial's graphs write; not shared.
         owner: number of the trial.
-        alignment: alignment of the devices in bytes.
+        alignment: in bytes.
         runs_own_code: whether units run the user's own code, which reads the parameters themselves.
     """
 
@@ -92,12 +92,12 @@ class SharedTensors:
         return min((SharedPlace(source.file.name, source.file.offset(source.name)) for source in sources), default=None)
 
     def views(self, names: Iterable[str], pager: Pager) -> dict[str, Tensor]:
-        """Return the shared parameters among the names as views of leased copies on a device."""
+        """Return the shared parameters among the names, as views of leased copies."""
         return {name: self._view(name, pager) for name in names if name in self._handles}
 
     @contextmanager
     def pointed(self, pager: Pager) -> Iterator[None]:
-        """Point the trial's own parameters at the leased copies on a device, for the length of a `with`.
+        """Point the trial's own parameters at the leased copies inside the context.
 
         Raises:
             TaskError: the code inside has written to a parameter in place; the copy has its old bytes again.

@@ -1,19 +1,19 @@
 """`TensorGroups`: a trial's parameters, buffers and optimizer state in groups that move between host and devices.
 
 `ModelState` (`model_state.py`) derives from `TensorGroups`, and adds the optimizer's steps. Units
-(`train/loop/batch_units.py`, `train/loop/training_batch.py`) take their blocks from here, checkpoints
-(`train/checkpoint/snapshot.py`) copy the tensors (`copy_out`), and fused groups (`fusion/group/stacked_state.py`) read
-them (`aliases`) and write them (`rewrite`). At a trial's end, and before a state of another layout, `Trial` (`train/trial.py`)
-and `OwnCodeTrial` (`train/own_code_trial.py`) take the tensors back (`hand_over`).
+(`train/loop/batch_units.py`, `train/loop/training_batch.py`) take their blocks from here. Checkpoints
+(`train/checkpoint/snapshot.py`) copy the tensors (`copy_out`) or read the tensors in place (`aliases`), and fused groups
+(`fusion/group/stacked_state.py`) read and `rewrite` the tensors. At a trial's end, and before a state of another layout,
+`Trial` (`train/trial.py`) and `OwnCodeTrial` (`train/own_code_trial.py`) take the tensors back (`hand_over`).
 
 Note: ownership, for captured steps. A parameter that other trials share is in no group. Any other parameter or buffer
 used by a single shard lies in the group of the shard. A parameter or buffer shared by several shards has a separate group,
 so a unit loads no unneeded tensors. Parameters and buffers lie in separate groups: a forward unit overwrites buffers only,
 so clean parameters need no write-back. Optimizer state is grouped by the shard whose unit updates the parameters, and
-exists from the first update, from a checkpoint, or from the optimizer's constructor on. Unused tensors stay on the host.
+exists from the first update, from a checkpoint, or from the optimizer's constructor on. Unused tensors are in no group.
 
 Note: threads and locks. The groups change only on the thread that runs the trial; a prefetch, on another thread, may ask
-for blocks meanwhile. The lock of one block at a time is held, because devices take room from other groups meanwhile.
+for blocks meanwhile. A method here holds the lock of one block at a time, because devices take room from other groups.
 """
 
 import functools
@@ -35,6 +35,7 @@ from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.plan_request import TrialStateLayout
+from hydra_tune.train.claims import note_lost
 from hydra_tune.train.state.host_optimizer import HostUpdateQueue
 from hydra_tune.train.state.shared_state import SharedTensors
 
@@ -46,7 +47,7 @@ class TensorGroups:
 
     Args:
         module: the trial's module, on the host.
-        plan: decides the groups; later plans use the same groups, and `adopt_state` adds groups for further tensors.
+        plan: decides the groups, for later plans too; `adopt_state` adds groups for further tensors.
         device: any device of the pool, for host memory and alignment.
         host: counts the groups' host copies; None: the host has room for all.
         tenant: the trial, for `host`.
@@ -55,10 +56,9 @@ class TensorGroups:
         may_share: whether frozen parameters in a shared file share the copies of other trials.
 
     Attributes:
-        shared: the parameters that other trials have as well; they are in no group.
+        shared: the parameters that other trials have as well.
         number: number of the trial, for its blocks.
         readers: readers of parameters, buffers and optimizer state between units.
-        watcher: as of `watch`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TensorGroups:
         self._host_updates = HostUpdateQueue()
 
     def groups(self, names: Iterable[str]) -> list[TensorBlock]:
-        """Return the groups of the named parameters and buffers; shared parameters are in no group."""
+        """Return the groups of the named parameters and buffers."""
         return list(dict.fromkeys(self._group_of[name] for name in names if name not in self.shared))
 
     def blocks(self, names: Sequence[str]) -> list[Block]:
@@ -153,7 +153,7 @@ class TensorGroups:
         """Copy tensors of the state to the host from wherever they are; no unit of the trial may run meanwhile.
 
         Args:
-            targets: destination by `id` of a tensor; `id`s of tensors outside the state are ignored.
+            targets: destination by `id` of a tensor; other `id`s are ignored.
         """
         for block in self._blocks():
             # One lock at a time: devices may take the room of all other groups while a group is copied.
@@ -203,7 +203,7 @@ class TensorGroups:
     def hand_over(self, *, is_result: bool = False) -> None:
         """Bring all groups to the host and give each tensor memory of its own; the caller owns the tensors from now on.
 
-        Groups are handed over in turn, so the host never holds more than a single group twice.
+        Groups are handed over in turn, so the host holds one group twice at most.
 
         Args:
             is_result: whether the trial is over. Otherwise shared memory stays shared, so the next `ModelState` can
@@ -233,7 +233,10 @@ class TensorGroups:
         self._host_updates.wait_quietly()
         self.shared.leave()
         for block in self._blocks():
+            has_parameters = block.kind is BlockKind.PARAMETERS and not block.is_loose
+            parameters = [p for p in block.tensors if isinstance(p, nn.Parameter)] if has_parameters else []
             drop(block)
+            note_lost(p for p in parameters if p.requires_grad)
 
     def watch(self, moved: Callable[[int, str | None], None]) -> None:
         """Call `moved(shard, device)` when parameters of a shard reach a device, or leave their device (None)."""
@@ -244,7 +247,7 @@ class TensorGroups:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all groups, as they lie on the host; without shared parameters, which belong to no single trial."""
+        """Bytes of all groups on the host, without shared parameters."""
         return sum(block.nbytes for block in self._blocks())
 
     def _blocks(self) -> list[TensorBlock]:

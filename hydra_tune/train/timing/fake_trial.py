@@ -3,11 +3,10 @@
 `pool/dry_run/report.py` makes a `TrialRehearsal` of each task for a forecast, and `pool/dry_run/executor.py` runs the
 units, both on the forecast's one thread and inside one `RehearsalFakeMode` (`shard/fake/fake_world.py`).
 
-Note: the trial's own parts. Everything that decides the location of bytes is the trial's own: plan, groups, the store
-of values, the order of units, the optimizer's code, and the pager. So a rehearsal counts bytes with the code of a real
-run, and no second accounting can differ from the first. Only the tensors are fakes (as in the pilot), and reading a
-value of a fake returns 1. A graph runs once in each situation (`shard/fake/fake_memo.py`); the user's own code, for a
-model that runs whole, runs every time.
+Note: the trial's own parts. Everything that decides the location of bytes is the code of a real run: plan, groups, the
+store of values, the order of units, the optimizer, and the pager. So no second accounting can differ from the first. The
+tensors are fakes (as in the pilot), and reading a value of a fake returns 1. A graph runs once in each situation
+(`shard/fake/fake_memo.py`); the user's own code, for a model that runs whole, runs every time.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -60,10 +59,8 @@ class TrialRehearsal:
     """A trial whose steps are rehearsed inside a `RehearsalFakeMode`.
 
     Args:
-        task: the trial's task.
         module, optimizer: the trial's own, on the host; left unchanged.
         kept: plan of the trial's first batch.
-        leaves: leaves of the first batch.
         device: device for host memory; the trial may run on others like it.
         knows_length: whether the trial's data tells the number of steps.
         counts_draws: as of `ShardPlanConstraints`.
@@ -136,7 +133,7 @@ class TrialRehearsal:
         self.state.drop()
 
     def _num_together(self, plan: ShardPlan) -> int:
-        """Return the number of batches that go through each shard together."""
+        """Return how many batches go through each shard together."""
         is_grouped = self._knows_draws(plan) and plan.may_be_pipelined and batch_grouping.is_worth_it(plan)
         return self.num_parts if is_grouped else 1
 

@@ -1,12 +1,13 @@
 """`SharedUnitTimes`: the unit times of plans, measured together by all trials that run the plans.
 
-`JobPreparer` (`pool/runtime/preparer.py`) hands the pool's `SharedUnitTimes` to each trial, and `TrialPlanCache`
-(`train/loop/plan_cache.py`) looks up a plan's times when the trial first needs the plan.
+`JobPreparer` (`pool/runtime/preparer.py`) hands the pool's `SharedUnitTimes` to each trial; `TrialPlanCache`
+(`train/loop/plan_cache.py`) and `GroupTrial` (`fusion/group/group_trial.py`) look up a plan's times when the plan is first
+needed.
 
-Note: the reason. A trial's remaining time is many times a unit's seconds, so for a trial with sixty steps to go an
-error of a hundredth is more than half a step. Measured trial by trial, equal trials seem to differ by several steps,
-and the scheduler moves the trials between devices for that reason. Trials of one plan run the same units; measured
-together, only their numbers of finished steps differ.
+Note: the reason. A trial's remaining time is many times a unit's seconds, so for a trial with sixty steps to go an error of
+a hundredth is more than half a step. Measured trial by trial, equal trials seem to differ by several steps, and the
+scheduler moves the trials between devices for that reason. Trials of one plan run the same units; measured together, only
+their numbers of finished steps differ.
 """
 
 import itertools
@@ -32,12 +33,7 @@ class SharedUnitTimes:
         self._settled: WeakKeyDictionary[PreparedPlan, PreparedPlan] = WeakKeyDictionary()
 
     def settled(self, prepared: PreparedPlan, accumulate: int) -> PreparedPlan:
-        """Return a training plan with the activations chosen by measured times; the same plan while a time is missing.
-
-        Args:
-            prepared: as of `of`.
-            accumulate: as of `of`.
-        """
+        """Return a training plan with the activations chosen by measured times; the same plan while a time is missing."""
         choice, plan = prepared.activation_choice, prepared.plan
         if choice is None:
             return prepared

@@ -7,7 +7,7 @@ other trials. `pool/dry_run/report.py` calls `timed_steps` once a task has been 
 CPUs.
 
 Note: a separate trial. The steps belong to a new trial of the task, with separate streams and a separate copy of the
-data, so the caller's objects stay unchanged. The trial reports nothing and evaluates nothing.
+data, so the caller's objects stay unchanged. The trial evaluates nothing, and its reports are dropped.
 """
 
 import statistics
@@ -71,7 +71,7 @@ class _SingleDeviceLender:
         return most if way == GROUPED else 1
 
     def leave(self) -> None:
-        """Do nothing, because nothing was lent."""
+        """Do nothing."""
 
     def decline(self, way: str) -> None:
         """Do nothing."""
@@ -84,7 +84,7 @@ def timed_steps(task: TrainTask, library: PlanLibrary, like: CpuDevice, *, sends
         task: the trial's task.
         library: source of its plan.
         like: a device with the same budget and link; left alone.
-        sends_ahead: whether the next unit's blocks are prefetched while a unit computes.
+        sends_ahead: whether blocks are prefetched.
 
     Returns:
         The medians over the steps after the second, or over the last of fewer steps; None if the data has no whole

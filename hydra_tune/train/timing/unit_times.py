@@ -1,8 +1,9 @@
 """Unit times and remaining work of a trial: the estimates by which the scheduler plans.
 
-The estimates start from the pilot's run and follow the measurements. `TrialFigures` (`train/trial_figures.py`) records the
-seconds of each unit here, and a worker (`pool/runtime/worker.py`) tells the scheduler the trial's remaining time after each
-unit. Measured seconds steer the scheduler, never the numbers of a trial.
+The estimates start from the pilot's run and follow the measurements. `train/loop/batch_units.py` makes the `UnitTimes` of a
+plan, and `OwnCodeTrial` (`train/own_code_trial.py`) those of the user's own code. `TrialFigures` (`train/trial_figures.py`)
+records the seconds of each unit here, and a worker (`pool/runtime/worker.py`) tells the scheduler the trial's remaining time
+after each unit. Measured seconds must not change the numbers of a trial.
 """
 
 import threading

@@ -5,8 +5,7 @@ search resumes the checkpoint in the pool to recover the weights; a checkpoint o
 units. `OptimizeDriver` (`driver.py`) calls `told` after each completed or pruned trial, and `start` for each trial with
 weights to recover.
 
-Note: a checkpoint must outlive the write of its trial's weights, which another thread does. All calls come from the
-search's thread.
+Note: a checkpoint must outlive the write of its trial's weights, on another thread. All calls come from the search's thread.
 """
 
 from collections.abc import Callable
@@ -37,8 +36,6 @@ class StudyCheckpointCollector:
     """Told trials of a search, until nothing of these trials is needed any more.
 
     Args:
-        study: the study.
-        pool: holds the checkpoints.
         build: the objective, called with ended trials, too.
         weights: keeper of the best weights; None: no weights are kept.
         resuming: removes checkpoints.
@@ -112,11 +109,7 @@ class StudyCheckpointCollector:
         self.settle()
 
     def settle(self, *, waits: bool = False) -> None:
-        """Remove checkpoints no longer needed.
-
-        Args:
-            waits: wait until all weights are written.
-        """
+        """Remove checkpoints no longer needed; with `waits`, after all weights have been written."""
         if waits and self._weights is not None:
             self._weights.flush()
         for number in sorted(self._told):

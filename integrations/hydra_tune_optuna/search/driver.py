@@ -1,9 +1,8 @@
 """The loop between a study and a pool: ask, build, submit; report, prune or proceed; tell.
 
 `PoolStudy.optimize` (`pool_study.py`) makes and runs an `OptimizeDriver` in each call; `sweep.py` takes `job_name` from
-here. One thread, the caller's, touches study, sampler, pruner and callbacks; the pool only ever waits for an answer to a
-report. The driver does around a task the same as Optuna's own `Study.optimize` around an objective, in the same words and
-order. The module must not know shards or devices.
+here. One thread, the caller's, touches study, sampler, pruner and callbacks. The driver does around a task the same as
+Optuna's own `Study.optimize` around an objective, in the same words and order.
 
 Note: each trial is in `_untold` from the ask, before the objective runs, until the tell, so that an early end finds the
 trial. Interrupts are held all the while, and come through only in the windows of `let_interrupts_through`.
@@ -72,8 +71,6 @@ class OptimizeLimits:
         timeout_seconds: seconds from the start of the search, after which no trial starts; None for no limit.
         width: most trials in flight, at least 1.
         catch: errors that fail only their own trial.
-        gc_after_trial: collect garbage after each trial.
-        admission: how the trials advance.
         useless_pruner: reason why the pruner can end no trial, if so; logged when a trial could have been ended.
         useless_if_fused: likewise, once trials turn out to be fused.
     """
@@ -106,15 +103,11 @@ class _PooledTrial:
 
 
 class OptimizeDriver:
-    """One call of `optimize`.
+    """One call of `PoolStudy.optimize`.
 
     Args:
-        study: source of trials and receiver of results.
-        pool: trains the tasks.
         build: the objective.
-        limits: limits of the search.
         callbacks: called after each told trial that does not end the search.
-        progress_bar: Optuna's own.
         weights: keeps the weights of the best completed trials; None: no weights are kept.
         settled: called once an interrupted search has stored the fate of its trials, or need not: the process may end
             at any moment afterwards.

@@ -1,12 +1,11 @@
 """One thread that sends the heartbeats of all running trials of a study, for storages with a heartbeat.
 
-Optuna starts a thread for each trial; a pool runs many trials. The module knows nothing of pools or of training.
-`OptimizeDriver` (`driver.py`) calls `add` when a trial begins or waits to be taken up, `beat` once the driver has found the
-trials that dead processes have left, and `discard` when a trial has been told. The driver fails stale trials only while
-`tells_who_lives` is true.
+The module knows nothing of pools or of training. `OptimizeDriver` (`driver.py`) calls `add` when a trial begins or waits to
+be taken up, `beat` once the driver has found the trials that dead processes have left, and `discard` when a trial has been
+told. The driver fails stale trials only while `tells_who_lives` is true.
 
-Note: the thread touches the storage alone, in a session of its own, and never the study or the sampler. The lock guards
-the numbers of the trials, and no call to the storage happens under the lock.
+Note: the thread touches the storage alone, in a session of its own, and never the study or the sampler. The lock guards the
+numbers of the trials, and no call to the storage happens under the lock.
 """
 
 import time
@@ -84,7 +83,7 @@ class StudyHeartbeatSender:
         with self._lock:
             self._trial_ids.add(trial_id)
         if self._thread is None:
-            # A daemon, so that a storage that hangs cannot keep the program from its end.
+            # A daemon, should the interpreter end before the `with` block.
             self._thread = Thread(target=self._run, name="hydra-tune-heartbeat", daemon=True)
             self._thread.start()
         # Wake the thread, or the new trial would have no heartbeat for up to a whole interval.

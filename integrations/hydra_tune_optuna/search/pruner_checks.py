@@ -1,20 +1,17 @@
 """Chooses the order of a search's trials for its pruner, and checks whether the pruner can work at the pool's width.
 
-Trials that advance together end together. A pruner that compares with *completed* trials has nothing to compare with
-until the first trials end; where all trials of a search advance together, such a pruner never ends any. So such a search
-is staggered (`choose_admission`), unless the executor's `admission=` decides, or the search has several objectives or fewer
-than two trials for each device. The module counts trials, and drives nothing. `PoolStudy.optimize` (`pool_study.py`) asks
-`choose_admission` and `useless_pruner` before each search, and `run_sweep` (`sweep.py`) before each sweep of the command
-line. During a search `OptimizeDriver`
-(`driver.py`) applies the chosen `RunAheadRule` to each report of a trial that runs alone and has steps left. The thread
-that runs the search makes all these calls. Of devices the module must know only names and number.
+Trials that advance together end together. A pruner that compares with *completed* trials has nothing to compare with until
+the first trials end; where all trials of a search advance together, such a pruner never ends any. So such a search is
+staggered (`choose_admission`), unless the executor's `admission=` decides, or the search has several objectives or fewer
+than two trials for each device. `PoolStudy.optimize` (`pool_study.py`) asks `choose_admission` and `useless_pruner` before
+each search, and `run_sweep` (`sweep.py`) before each sweep of the command line. During a search `OptimizeDriver`
+(`driver.py`) applies the chosen `RunAheadRule` to the reports of trials that run alone and have steps left. The thread that
+runs the search makes all these calls.
 
-Note: trials that run ahead. Staggered trials end early, but an idle device still trains trials that the pruner cannot
-judge yet. The median pruner saves most if just the trials needed for comparison end first. So, until enough trials have
-completed, the oldest trials run ahead, and any other trial waits at its first report that the pruner could judge. Then
-half of the devices may idle for the length of a trial at most, at the beginning of the search. In exchange hardly any
-trial is trained that the pruner would have ended, so the search is over as early as without waiting
-(`benchmarks/admission.py`).
+Note: trials that run ahead. Staggered trials end early, but an idle device still trains trials that the pruner cannot judge
+yet. So, until enough trials have completed, the oldest trials run ahead, and any other trial waits at its first report that
+the pruner could judge. Half of the devices may idle meanwhile. In exchange hardly any trial is trained that the pruner
+would have ended, so the search is over as early as without waiting (`benchmarks/admission.py`).
 """
 
 from collections.abc import Iterable
@@ -61,11 +58,11 @@ class RunAheadRule:
     at_least: int = 1
 
     def holds(self, number: int, step: int, begun: Iterable[int], num_completed: int) -> bool:
-        """Return whether a trial waits at a report.
+        """Return whether the trial `number` waits at a report.
 
         Args:
-            number: the trial.
-            step: the report's.
+            number: number of the trial.
+            step: step of the report.
             begun: trials in flight that have begun and are not paused, the trial included.
             num_completed: completed trials of the study.
         """
@@ -97,13 +94,7 @@ class AdmissionChoice:
 
 
 def choose_admission(study: Study, executor: HydraExecutor, *, n_trials: int | None) -> AdmissionChoice:
-    """Choose how the trials of a search advance, by the study's pruner, if the executor leaves the choice.
-
-    Args:
-        study: has the pruner and the trials completed before.
-        executor: the pool.
-        n_trials: trials of the search; None: no limit.
-    """
+    """Choose how the trials of a search advance, by the study's pruner, if the executor leaves the choice."""
     if executor.admission != "auto":
         return AdmissionChoice()
     name, num_devices = type(study.pruner).__name__, len(executor.device_names)
@@ -147,7 +138,7 @@ def _first_wave(executor: HydraExecutor, n_trials: int | None, missing: int) -> 
 
     Members of a group advance together, so the pruner has nothing to judge by before a first group has ended. A search
     on CPUs begins with one group's worth of trials, shared by all devices: a smaller group's step is faster nearly in
-    proportion. On a GPU a smaller group may take as long, and a first wave would delay all others by the length of the wave.
+    proportion. On a GPU a smaller group may take as long.
     """
     first_wave = max(executor.fusion_size, missing)
     if not executor.fusion_size or first_wave >= executor.width:
@@ -163,12 +154,7 @@ def num_completed(study: Study) -> int:
 
 
 def num_unjudged(needed: int, abreast: int) -> int:
-    """Trials of equal length that end before the pruner can judge any trial.
-
-    Args:
-        needed: completed trials that the pruner requires.
-        abreast: trials that advance together.
-    """
+    """Trials of equal length, `abreast` at a time, that end before the pruner can judge any trial."""
     # Trials end in batches of `abreast`: round up to whole batches.
     return -(-needed // abreast) * abreast
 

@@ -1,13 +1,13 @@
 """Finds trials left running by a dead process, for a new search to resume.
 
-The module does not know how a trial is driven. `OptimizeDriver` (`driver.py`) claims the found trials at the start of
-each search, and asks for new trials through `StudyResumer.ask`; `resume_sweep.py` lists the found trials before a sweep,
-without claiming any; `checkpoint_gc.py` and `shutdown.py` ask for checkpoints here.
+`OptimizeDriver` (`driver.py`) claims the found trials at the start of each search, and asks for new trials through
+`StudyResumer.ask`; `resume_sweep.py` lists the found trials before a sweep, without claiming any; `checkpoint_gc.py`
+removes checkpoints here, and `shutdown.py` asks whether a trial has one.
 
-Note: ownership. With a `checkpoint_dir`, each search keeps a locked file there for as long as the search lives. The
-search *claims* a trial by writing the file's name into the trial's storage record, before or as the trial begins to
-run. A running trial whose claims are all by dead searches is ownerless, and the next search claims it. Trials without a
-claim belong to plain Optuna, and trials with a claim unknown to this folder belong to another folder.
+Note: ownership. With a `checkpoint_dir`, each search keeps a locked file there for as long as the search lives. The search
+*claims* a trial by writing the file's name into the trial's storage record, before or as the trial begins to run. A running
+trial whose claims are all by dead searches is ownerless, and the next search claims it. Trials without a claim belong to
+plain Optuna, and trials with a claim unknown to this folder belong to another folder.
 
 Note: checkpoints. Checkpoints are found by study name and trial number, and must agree with the trial in parameters and
 start time, because a study may have been deleted and recreated under its name. A trial without a checkpoint was killed
@@ -55,12 +55,8 @@ class ResumableTrial:
 class StudyResumer:
     """The resuming side of one search among several that may share a study.
 
-    Args:
-        study: the study.
-        pool: holds the checkpoints; without a `checkpoint_dir` nothing is found, claimed or saved.
-
     Attributes:
-        saves: whether the pool has a `checkpoint_dir`.
+        saves: whether the pool has a `checkpoint_dir`; otherwise nothing is found, claimed or saved.
     """
 
     def __init__(self, study: Study, pool: HydraExecutor) -> None:
@@ -77,8 +73,7 @@ class StudyResumer:
             is_wanted: whether a completed trial's weights should be recovered from its checkpoint.
 
         Returns:
-            Completed trials with weights to recover; then the ownerless running trials, by number, now claimed by this
-            search.
+            Completed trials with weights to recover; then the ownerless running trials, by number.
 
         Raises:
             FileError: the folder of checkpoints cannot be written to.

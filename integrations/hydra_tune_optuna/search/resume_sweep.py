@@ -24,10 +24,6 @@ _SAMPLER = "sampler"
 def going_on(study: Study, pool: HydraExecutor) -> tuple[frozenset[int], list[int]]:
     """Find the running trials of a study that this sweep resumes.
 
-    Args:
-        study: the study.
-        pool: holds the checkpoints.
-
     Returns:
         The numbers of the trials that resume, or begin anew, under their numbers; and the numbers of the trials that belong,
         or may belong, to another process.
@@ -46,12 +42,6 @@ def keep_sampler(study: Study, sampler: BaseSampler, seed: int | None, folder: S
 
     The sampler keeps its fresh position for a study that was deleted and recreated under its name, and where the noted
     position is of another sampler or another seed.
-
-    Args:
-        study: the searched study.
-        sampler: of a sweep file.
-        seed: of the sampler.
-        folder: of the sweep.
 
     Raises:
         CheckpointError: the noted position is damaged.

@@ -1,7 +1,6 @@
 """Saves the state of a sampler's random streams at each draw, so that a resumed search repeats no draw.
 
-The state is saved before a draw is handed out: a process killed at any point has either saved the state after every
-handed-out draw, or handed out nothing of the unsaved draw. All other state of these samplers comes from the study.
+The state is saved before a draw is handed out. All other state of these samplers comes from the study.
 `keep_sampler` (`resume_sweep.py`) restores the saved state, and begins to save, when a sweep opens its study.
 """
 

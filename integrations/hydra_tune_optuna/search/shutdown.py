@@ -19,16 +19,7 @@ _logger = get_logger("optuna.hydra_tune")
 
 
 def give_up(study: Study, trials: Iterable[Trial], error: BaseException) -> list[Trial]:
-    """Tell trials as failed.
-
-    Args:
-        study: the study.
-        trials: the untold trials of the study.
-        error: the error that ended the search.
-
-    Returns:
-        Trials that could not be told.
-    """
+    """Tell the untold trials of a study as failed, after an error; return the trials that could not be told."""
     # As Optuna does for a trial that Ctrl-C ends; any other error reaches the user with its own traceback.
     interrupt = error if isinstance(error, KeyboardInterrupt) else None
     reason = f"the search was ended by {error!r}" if interrupt is None else repr(interrupt)
@@ -53,8 +44,8 @@ def leave(
 
     Args:
         study: the study.
-        resuming: knows the saved trials; the pool no longer runs any of them.
-        submitted: trials that were in the pool; a trial resumed from a checkpoint still has the checkpoint.
+        resuming: knows the saved trials.
+        submitted: trials that were in the pool, which no longer runs any of them.
         unsubmitted: trials only just asked for.
 
     Returns:

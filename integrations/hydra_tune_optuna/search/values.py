@@ -1,9 +1,7 @@
 """Converts a pool's reports to Optuna's values.
 
-The functions are pure: the functions depend only on a task, its reports, the study's directions or an objective's outcome, and
-drive nothing. `OptimizeDriver` (`driver.py`) checks each task here before the submit, and converts each report and each
-trial's final value here; the driver also asks here about an objective's outcome that is no task. The module must not know
-shards or devices.
+The functions are pure. `OptimizeDriver` (`driver.py`) checks each task here before the submit, and converts each report and
+each trial's final value here; the driver also asks here about an objective's outcome that is no task.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Creation and lookup of the package's Ray actors: names, placement, and the entry point of a pool's process.
 
-A pool is an actor whose method `call` forwards to `hydra_tune_ray.node.node_pool.NodePool`. Processes that start a pool
-or talk to a pool therefore import no torch. `PoolDirectory` (`pool_directory.py`) calls `start_pool` for each node that
-lacks a pool. `TrialClient` (`client.py`) finds directory and pool when a trial begins, and `DirectoryConnection`
-(`heartbeat.py`) and `Pools` (`pools.py`) find the directory. `start_pools` (`pools.py`) makes the directory's actor, in
-the same `NAMESPACE`. `NodePool` (`node_pool.py`) takes the `NodePoolSpec` of its actor.
+A pool is an actor whose method `call` forwards to `NodePool` (`node_pool.py`), so processes that start a pool or talk to a
+pool import no torch. `PoolDirectory` (`pool_directory.py`) calls `start_pool` for each node that lacks a pool.
+`TrialClient` (`client.py`) finds directory and pool when a trial begins, and `DirectoryConnection` (`heartbeat.py`) and
+`Pools` (`pools.py`) find the directory. `start_pools` (`pools.py`) makes the directory's actor, in the same `NAMESPACE`.
+`NodePool` (`node_pool.py`) takes the `NodePoolSpec` of its actor.
 
 Note: lifetimes. A pool's actor is detached, and Ray restarts the actor, so the actor itself has to notice that nobody needs
 the pool: `_watch` before the devices are open, the heartbeat afterwards. `_watch` has a thread of its own, and calls run on
@@ -34,14 +34,7 @@ _ABREAST = 10_000  # concurrent calls; nearly all of them wait
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePoolSpec:
-    """Identity and options of a pool.
-
-    Attributes:
-        name: of the pool.
-        directory: the name of the pool's directory.
-        node: the pool's node.
-        options: of the pool's `HydraExecutor`.
-    """
+    """Identity of a pool, the name of its directory, and the options of its `HydraExecutor`."""
 
     name: str
     directory: str
@@ -71,10 +64,7 @@ class PoolActor:
         return await getattr(self._pool, method)(*args, **options)
 
     def _watch(self) -> None:
-        """End the actor if the directory vanishes before the pool is open; Ray may restart pools that nobody wants.
-
-        An open pool watches the directory by its own heartbeat.
-        """
+        """End the actor if the directory vanishes before the pool is open; Ray may restart pools that nobody wants."""
         num_missing = 0
         while self._pool is None or not self._pool.is_open:
             time.sleep(_WATCH_SECONDS)
@@ -91,11 +81,7 @@ class PoolActor:
 
 
 def start_pool(place: NodePoolSpec) -> Any:
-    """Start the actor of a pool on its node, or find the running actor. The actor outlives its creator.
-
-    Returns:
-        The actor's handle.
-    """
+    """Start the actor of a pool on its node, or find the running actor. The actor outlives its creator."""
     # Not soft: name and devices of the pool belong to this node, and another node has a pool of its own.
     strategy = NodeAffinitySchedulingStrategy(node_id=place.node.node_id, soft=False)
     actor_class = ray.remote(PoolActor).options(

@@ -37,13 +37,7 @@ class PoolBacklog:
 
 
 def least_busy(pools: Mapping[str, PoolBacklog], seconds: float, *, near: str | None = None) -> str:
-    """Choose the pool in which a new trial would end first.
-
-    Args:
-        pools: by name; at least one.
-        seconds: compute of the trial.
-        near: the pool on the client's node, preferred at a tie.
-    """
+    """Choose the pool in which a new trial, with some seconds of compute, would end first; at a tie the pool `near`."""
 
     def end(name: str) -> tuple[float, int, bool, str]:
         work = pools[name]
@@ -53,12 +47,7 @@ def least_busy(pools: Mapping[str, PoolBacklog], seconds: float, *, near: str | 
 
 
 def moves(pools: Mapping[str, PoolBacklog], move_seconds: float) -> dict[str, str]:
-    """Choose the trials that should move now, with their target pools.
-
-    Args:
-        pools: by name.
-        move_seconds: cost of moving a trial that has begun, in seconds.
-    """
+    """Choose the trials that should move now, with their target pools; a begun trial's move costs `move_seconds`."""
     # Copies, because each move changes the balance for the next.
     backlogs = {name: replace(work, trials=dict(work.trials)) for name, work in pools.items()}
     targets: dict[str, str] = {}

@@ -1,9 +1,9 @@
-"""A pool's connection to its directory: reports the pool's load twice a second, and decides when the directory is gone.
+"""A pool's connection to its directory: reports the pool's load, and decides when the directory is gone.
 
-A pool without a directory ends all of its trials, so a passing fault must not count as the end: an overloaded or
-suspended machine, a directory that Ray restarts elsewhere, a cluster that once answers late or wrongly. `NodePool`
-(`node_pool.py`) calls `tell` for each report, and ends when `tell` raises a `PoolError`. The directory's answer names the
-trials that should move to other pools.
+A pool without a directory ends all of its trials, so a passing fault must not count as the end: an overloaded or suspended
+machine, a directory that Ray restarts elsewhere, a cluster that once answers late or wrongly. `NodePool` (`node_pool.py`)
+calls `tell` for each report, and ends when `tell` raises a `PoolError`. The directory's answer names the trials that should
+move to other pools.
 
 Note: threads. One report is under way at a time, on the event loop of the pool's process. Only the lookup of the directory
 runs on another thread, because Ray may block there.
@@ -26,12 +26,7 @@ _LOST_SECONDS = 120.0
 
 
 class DirectoryConnection:
-    """See the module's docstring.
-
-    Args:
-        pool: the pool's name.
-        directory: the name of its directory.
-    """
+    """See the module's docstring; `pool` and `directory` are names."""
 
     def __init__(self, pool: str, directory: str) -> None:
         self._pool = pool
@@ -84,8 +79,8 @@ class SilenceTimer:
 
     Args:
         limit: seconds that the silence may last.
-        each: cap, in seconds, on the time counted between two tries. A longer gap only means that this process did not
-            run, because its machine was suspended or overloaded; no answer could have been heard then.
+        each: cap, in seconds, on the time counted between two tries: in a longer gap this process did not run, because its
+            machine was suspended or overloaded.
     """
 
     def __init__(self, limit: float, each: float) -> None:

@@ -75,15 +75,7 @@ class LocalSocketServer:
 
 
 class LocalSocketClient:
-    """A trial's end of the line.
-
-    Args:
-        path: of the socket.
-        answer_seconds: time limit of an answer, in seconds.
-
-    Raises:
-        OSError: no pool listens there.
-    """
+    """A trial's end of the line; raises an OSError where no pool listens."""
 
     def __init__(self, path: str, answer_seconds: float) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -97,10 +89,7 @@ class LocalSocketClient:
         self._answers = self._socket.makefile("rb")
 
     def next(self, key: str, answered: int) -> ReportOutcome | WaitingOutcome | None:
-        """Ask as `NodePool.next` is asked.
-
-        Returns:
-            The answer, or None: ask through Ray instead.
+        """Ask as `NodePool.next` is asked; None: ask through Ray instead.
 
         Raises:
             OSError: no answer came.

@@ -55,11 +55,7 @@ _THREADS = 64  # nearly all of them wait; a hanging build blocks only its own th
 
 
 class NodePool:
-    """See the module's docstring. Any number of clients may call any methods at once.
-
-    Args:
-        place: identity and options of the pool.
-    """
+    """See the module's docstring. Any number of clients may call any methods at once."""
 
     def __init__(self, place: NodePoolSpec) -> None:
         self._place = place
@@ -99,11 +95,7 @@ class NodePool:
         return ""
 
     async def begin(self, request: BeginRequest, ticket: TrialTicket | None = None) -> EndOutcome | BeginReply:
-        """Train a trial, and end all other attempts at the same trial.
-
-        Args:
-            request: the trial.
-            ticket: address of a waiting trial to continue, instead of starting from files.
+        """Train a trial: continue the waiting trial of a ticket, or begin and end all other attempts at the trial.
 
         Returns:
             The address for questions from this node, or the reason why there is nothing to train.
@@ -161,12 +153,8 @@ class NodePool:
     async def save(self, key: str, folder: str | None) -> Files | None:
         """Write the state of a trial that waits at a report or has completed.
 
-        Args:
-            key: of the trial.
-            folder: on this node; None: return the files instead.
-
         Returns:
-            The files, if no folder is given or the trial has completed; else None.
+            The files, if no folder of this node is given or the trial has completed; else None.
 
         Raises:
             HydraTuneError: as `HydraExecutor.save_to`, or the trial is not in this pool.
@@ -196,12 +184,7 @@ class NodePool:
         return files
 
     async def end(self, key: str, *, parks: bool = False) -> None:
-        """Release a trial that the client no longer wants.
-
-        Args:
-            key: of the trial.
-            parks: whether another client may take the trial over, as long as the lease lasts.
-        """
+        """End a trial that the client no longer wants; or, with `parks`, leave the trial to another client and the lease."""
         trial = self._trials.get(key)
         if trial is None:
             return
@@ -266,7 +249,7 @@ class NodePool:
             with contextlib.suppress(TimeoutError):
                 await asyncio.to_thread(held.job.result, _END_SECONDS)
         # Only now: until its end the job may still read the files that it resumed from.
-        await asyncio.to_thread(self._training.forget, held.request.key)
+        await asyncio.to_thread(self._training.forget, held.folder)
 
     async def _moved(self, held: LeasedTrial) -> Outcome:
         """Move a trial out; its client carries the state to the other pool once the copy is done."""
@@ -293,7 +276,7 @@ class NodePool:
                     held.said = None
                     held.job.proceed()
                 return WaitingOutcome()
-        # The trial was ended, or handed to another client, during the copy.
+        # The trial was ended during the copy.
         if self._trials.get(held.request.key) is not held:
             return WaitingOutcome()
         self._num_moved += 1

@@ -1,8 +1,7 @@
 """Finds the cluster's nodes with devices, and the share of each node that its pool takes.
 
 `start_pools` (`pools.py`) looks for devices before any pool starts, and `PoolDirectory` (`pool_directory.py`) lists the
-nodes and the draining nodes anew every two seconds, in a worker thread, because Ray may not answer. The module must not
-import Ray Tune or torch.
+nodes and the draining nodes anew about every two seconds, in a worker thread, because Ray may not answer.
 """
 
 import re

@@ -1,12 +1,11 @@
 """The actor that manages a set of pools: starts a pool on each node with devices, and assigns trials to pools.
 
-The directory stores nothing: every pool sends its load twice a second, so a restarted directory rebuilds its view within
-one heartbeat, on any node. The directory computes nothing and imports no torch. `start_pools` (`pools.py`) makes the
-actor, `TrialClient` (`client.py`) asks for a pool when a trial begins, and each pool reports through `heartbeat.py`.
+The directory stores nothing: a restarted directory rebuilds its view from the pools' next heartbeats, on any node.
+`start_pools` (`pools.py`) makes the actor, `TrialClient` (`client.py`) asks for a pool when a trial begins, and each pool
+reports through `heartbeat.py`.
 
-Note: lifetimes. The driver owns the directory, and a directory that is not detached ends with the driver. Pools are
-detached and end when no directory answers; a directory that dies alone is restarted by Ray and finds its pools still
-running.
+Note: lifetimes. A directory that is not detached ends with the driver. Pools are detached and end when no directory
+answers; a directory that dies alone is restarted by Ray and finds its pools still running.
 """
 
 import asyncio
@@ -44,10 +43,10 @@ class DirectoryOptions:
     """Options of a directory.
 
     Attributes:
-        name: of the set of pools.
+        name: of the directory, `pools-` and the name of the set of pools.
         options: of each pool's `HydraExecutor`.
-        start_seconds: time limit for the start of a pool, in seconds.
-        idle_seconds: seconds after which pools without trials end; None: never.
+        start_seconds: time limit for the start of a pool.
+        idle_seconds: time after which pools without trials end; None: never.
     """
 
     name: str

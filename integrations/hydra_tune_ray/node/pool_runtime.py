@@ -28,9 +28,6 @@ from hydra_tune_ray.messages import BeginRequest, Files
 class NodePoolRuntime:
     """See the module's docstring.
 
-    Args:
-        options: of the `HydraExecutor`.
-
     Raises:
         HydraTuneError: as of `HydraExecutor`; or the devices cannot be opened.
     """
@@ -42,15 +39,10 @@ class NodePoolRuntime:
         self._scratch = Path(tempfile.mkdtemp(prefix="hydra-tune-ray-"))
 
     def submit(self, request: BeginRequest, files: Files | None, events: EventStream) -> Job:
-        """Build a trial's task and submit it.
-
-        Args:
-            request: the trial.
-            files: checkpoint to resume from, or None.
-            events: stream for the job's events.
+        """Build a trial's task and submit the task, to resume from `files` if any.
 
         Raises:
-            Exception: whatever `build` raises; `TaskError` if it returns no task.
+            Exception: whatever `build` raises; `TaskError` if `build` returns no task that Ray can run.
         """
         build = ray.cloudpickle.loads(request.build)
         task = built(build, request.config)
@@ -90,30 +82,18 @@ class NodePoolRuntime:
         return None
 
     def read_copied(self, copy: CheckpointContent) -> Files:
-        """Convert a copied state to the files of a checkpoint.
-
-        Raises:
-            HydraTuneError: as of `CheckpointFolder.write`.
-        """
+        """Convert a copied state to the files of a checkpoint."""
         with self._folder() as folder:
             with contextlib.closing(CheckpointFolder(folder)) as checkpoint_folder:
                 checkpoint_folder.write(copy)
             return read_files(folder)
 
     def save(self, job: Job, folder: str) -> None:
-        """Write the state of a job to a folder of this node.
-
-        Raises:
-            HydraTuneError: as `HydraExecutor.save_to`.
-        """
+        """Write the state of a job to a folder of this node, as `HydraExecutor.save_to`."""
         self.executor.save_to(job, folder)
 
     def read_saved(self, job: Job) -> Files:
-        """Read the state of a job as files.
-
-        Raises:
-            HydraTuneError: as `HydraExecutor.save_to`.
-        """
+        """Read the state of a job as files; the errors are those of `HydraExecutor.save_to`."""
         with self._folder() as folder:
             self.executor.save_to(job, folder)
             return read_files(folder)

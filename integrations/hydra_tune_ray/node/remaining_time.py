@@ -1,14 +1,13 @@
 """Estimates of the compute that each trial still needs, smoothed from the pools' reports.
 
-A pool knows the length of a trial's epochs after computing one, before that only the number of epochs, and nothing
-before building the trial. An epoch never timed is assumed to take the average time of the others' epochs.
-`PoolDirectory` (`pool_directory.py`) passes each pool's report on, and asks for the estimates before placing or moving
-a trial. The module does only arithmetic, on the directory's event loop, and so has no lock. The module must not import Ray
-Tune or torch.
+A pool knows the length of a trial's epochs after computing one, before that only the number of epochs, and nothing before
+building the trial. An epoch never timed is assumed to take the average time of the others' epochs. `PoolDirectory`
+(`pool_directory.py`) passes each pool's report on, and asks for the estimates before placing or moving a trial. All calls
+come from the directory's event loop, so there is no lock.
 
 Note: smoothing. A pool measures seconds per step over the last few steps, and on a busy machine this figure doubles and
-halves within seconds. The remaining time multiplies the noise, so raw figures would send trials to and fro. The number
-of remaining epochs is exact; only the seconds of an epoch are smoothed, over about ten of the pools' heartbeats.
+halves within seconds. The remaining time multiplies the noise, so raw figures would send trials to and fro. The number of
+remaining epochs is exact; only the seconds of an epoch are smoothed, over about ten of the pools' heartbeats.
 """
 
 from collections.abc import Set as AbstractSet

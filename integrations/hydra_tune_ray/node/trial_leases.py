@@ -44,6 +44,7 @@ class LeasedTrial:
         request: the client's request.
         expires: time at which the lease ends, by `time.monotonic()`.
         number: number of reports made so far.
+        folder: key of the request that began the job, which names the folder of the files to resume from.
         job: the pool's job; None: being built.
         at_end: future of the last state, filled when the job completes; None: no copy is made
             (`NodePoolRuntime.copy_at_end`).
@@ -56,6 +57,7 @@ class LeasedTrial:
     request: BeginRequest
     expires: float
     number: int
+    folder: str
     job: Job | None = None
     at_end: "Future[CheckpointContent] | None" = None
     said: ReportOutcome | EndOutcome | None = None
@@ -117,11 +119,7 @@ class LeasedTrial:
 
 
 class LeasedTrialTable:
-    """All trials of a pool, by key.
-
-    Args:
-        answer_seconds: time limit of an answer to a client.
-    """
+    """All trials of a pool, by key; an answer to a client comes within `answer_seconds`."""
 
     def __init__(self, answer_seconds: float) -> None:
         self._answer_seconds = answer_seconds
@@ -132,16 +130,14 @@ class LeasedTrialTable:
         # A copy, so that callers may remove trials while they iterate.
         return iter(tuple(self._by_key.values()))
 
-    def __len__(self) -> int:
-        return len(self._by_key)
-
     def get(self, key: str) -> LeasedTrial | None:
         """Return the trial with this key, if held here."""
         return self._by_key.get(key)
 
     def add(self, request: BeginRequest) -> tuple[LeasedTrial, EventStream]:
         """Add a new trial; the caller makes its job, with the returned stream."""
-        trial = LeasedTrial(request=request, expires=time.monotonic() + request.lease_seconds, number=request.number)
+        expires = time.monotonic() + request.lease_seconds
+        trial = LeasedTrial(request=request, expires=expires, number=request.number, folder=request.key)
         self._by_key[request.key] = trial
         return trial, _EventLoopStream(asyncio.get_running_loop(), trial.hear)
 
@@ -161,8 +157,7 @@ class LeasedTrialTable:
     def leave(self, held: LeasedTrial, moved: MoveOutcome, seconds: float) -> MoveOutcome:
         """Note a trial's move to another pool.
 
-        The forwarding address stays valid for `seconds`, and the client may ask for it repeatedly, because answers get
-        lost.
+        The forwarding address stays valid for `seconds`: a client may ask again, because answers get lost.
         """
         self.remove(held)
         self._moved[held.request.key] = moved, time.monotonic() + seconds

@@ -69,6 +69,17 @@ def test_a_name_that_is_taken_can_be_refused(tmp_path: Path):
     assert names(tmp_path) == ["a", "b"]
 
 
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP])
+def test_a_new_file_needs_no_hard_links(tmp_path: Path, monkeypatch, number):
+    """FAT and several network mounts have none."""
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    test_a_name_that_is_taken_can_be_refused(tmp_path)
+
+
 def test_nothing_but_a_plain_file_is_replaced(tmp_path: Path):
     """A rename would put a file in the place of a pipe or of a device such as /dev/null."""
     os.mkfifo(tmp_path / "pipe")

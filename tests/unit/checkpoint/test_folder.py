@@ -179,3 +179,10 @@ def test_removed_for_good(written):
     assert not written.exists()
     assert folder.generations(written) == []
     assert os.path.lexists(written.parent)
+
+
+def test_the_checksum_of_a_conjugate_is_that_of_its_values():
+    value = torch.tensor([1 + 2j, 3 - 1j])
+    for view in (torch.conj(value), torch.conj(value).imag):
+        assert folder.checksum({"a": view}) == folder.checksum({"a": view.clone().resolve_conj().resolve_neg()})
+    assert folder.checksum({"a": torch.conj(value)}) != folder.checksum({"a": value})

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -218,6 +218,25 @@ def test_what_was_sent_ahead_is_sent_in_the_replay_unless_the_policy_is_another(
     nothing = record(**TIGHT, devices="cpu:1", buffer_fraction=0).recording()
     assert not any(turn.sent for turn in nothing.turns)
     assert not replay(nothing, "fair").leaves_out_ahead
+
+
+def test_a_recording_taken_within_a_turn_stays_as_it_was():
+    """Workers go on with their turns, and with the copies in the background that the turns have begun."""
+    taken = []
+
+    @contextmanager
+    def taking():
+        if len(taken) < 20:
+            recording = pool.recording()
+            taken.append((recording, json.dumps(recording.to_json())))
+        yield
+
+    with running(devices="cpu:1", record=True, instrument=taking, **TIGHT) as pool:
+        assert pool.run(task(epochs=3)).error is None
+        assert len(taken) == 20
+        assert [json.dumps(recording.to_json()) for recording, _ in taken] == [text for _, text in taken]
+        sent = [[copy for turn in one.turns for copy in turn.sent] for one in (taken[-1][0], pool.recording())]
+    assert set(sent[0]) < set(sent[1])
 
 
 @pytest.mark.parametrize("device_memory", [None, "24KiB"])

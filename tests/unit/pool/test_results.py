@@ -154,6 +154,15 @@ def test_what_is_no_task_is_refused_before_anything_is_trained(given, message):
         assert pool.stats().units_run == 0
 
 
+def test_a_plan_takes_tasks_as_a_run_does():
+    with running() as pool:
+        assert pool.plan(short()).trials[0].num_shards == pool.plan([short()]).trials[0].num_shards
+        for ask in (pool.plan, pool.profile):
+            what = ask.__name__
+            with pytest.raises(ConfigError, match=f"{what} takes TrainTasks, and item 0 is str"):
+                ask({"a": short()})
+
+
 def test_another_way_with_errors_is_refused():
     with (
         HydraExecutor() as pool,

@@ -1,5 +1,6 @@
 """What two trials may not train at once, and what they may share."""
 
+import copy
 import threading
 from functools import partial
 
@@ -7,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_tune import HydraExecutor
+from hydra_tune import HydraExecutor, Reported
 from hydra_tune.errors import TaskError
 from hydra_tune.pool.faults import loader_watchdog
 from hydra_tune.train.claims import TrialClaim
 from tests.support.hanging import hanging, have_others_not_age
-from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, one_batch, running, task
+from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, against_plain, one_batch, running, task
 
 
 @pytest.fixture
@@ -36,6 +37,45 @@ def test_a_module_is_one_trials(claims):
         claims(module)
     first.give_up()
     claims(module)
+
+
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_a_module_whose_trial_was_pruned_trains_on_as_in_a_plain_loop_or_not_at_all(num_shards):
+    """One parameter, as the memory that several parameters of a lost module share is refused for another reason."""
+    shared = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
+    again = task(model=lambda: shared, epochs=3)
+    with running(num_shards=num_shards) as pool:
+        stream = pool.events()
+        job = pool.submit(again, events=stream)
+        assert isinstance(stream.get(PATIENCE_SECONDS), Reported)
+        job.prune()
+        assert job.result().status == "pruned"
+        pruned = copy.deepcopy(shared)
+        result = pool.submit(again).result()
+    if num_shards is None:
+        assert against_plain(task(model=lambda: pruned, epochs=3), result) == []
+    else:
+        assert isinstance(result.error, TaskError)
+        assert "parameter '0.weight' of the module that model= returned has lost its values" in str(result.error)
+
+
+def test_a_module_whose_trial_was_pruned_trains_again_with_other_memory():
+    shared = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    fresh = copy.deepcopy(shared)
+
+    def again():
+        for parameter, value in zip(shared.parameters(), fresh.parameters(), strict=True):
+            parameter.data = value.detach().clone()
+        return shared
+
+    with running(num_shards=2) as pool:
+        stream = pool.events()
+        job = pool.submit(task(model=again, epochs=3), events=stream)
+        assert isinstance(stream.get(PATIENCE_SECONDS), Reported)
+        job.prune()
+        assert job.result().status == "pruned"
+        result = pool.submit(task(model=again)).result()
+    assert against_plain(task(model=lambda: copy.deepcopy(fresh)), result) == []
 
 
 def test_a_parameter_in_two_modules_is_refused_by_name(claims):

@@ -31,6 +31,16 @@ def test_only_what_was_seen_is_copied():
     assert own_copy(elsewhere) is not elsewhere
 
 
+def test_a_copied_parameter_has_the_attributes_that_an_optimizer_may_read():
+    part = nn.Linear(4, 4)
+    part.weight.lr_scale, part.weight.partners = 2.0, [part.bias]
+    mark_seen(part)
+    copied = own_copy(sharing(part))
+    assert copied[0].weight.lr_scale == 2.0
+    assert copied[0].weight.partners[0] is copied[0].bias
+    assert own_copy(copied) is copied
+
+
 def test_frozen_parameters_stay_shared():
     part = nn.Linear(4, 4).requires_grad_(False)
     mark_seen(sharing(part))

@@ -21,6 +21,7 @@ from hydra_tune.errors import HydraTuneError, MetricError, TaskError
 from hydra_tune.pool.runtime import settings
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.train.loop import plan_cache as plans_module
+from hydra_tune.train.state.model_state import ModelState
 from tests.support.stand_in_gpu import StandInGpu
 from tests.unit.pool.tasks import PATIENCE_SECONDS, SAMPLES, X, Y, against_plain, mlp, running, short, task, train
 
@@ -167,6 +168,23 @@ class HandsStateOn(torch.optim.Optimizer):
             state["older"] = state.get("last", torch.zeros_like(p))
             state["last"] = p.grad.clone()
             p.sub_(state["last"] + 0.5 * state["older"] + state.get("oldest", 0), alpha=self.param_groups[0]["lr"])
+
+
+class GrowingState(torch.optim.Optimizer):
+    """Keeps up to three gradients in one tensor, and then begins anew; also a momentum, in place."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            momentum = state.setdefault("momentum", torch.zeros_like(p))
+            momentum.mul_(0.9).add_(p.grad)
+            earlier = state.get("gradients", p.grad[None][:0])
+            state["gradients"] = torch.cat([earlier if len(earlier) < 3 else earlier[:0], p.grad[None]])
+            p.sub_(momentum + state["gradients"].mean(0), alpha=self.param_groups[0]["lr"])
 
 
 class CountsSteps(torch.optim.SGD):
@@ -669,6 +687,7 @@ CASES: dict[str, TrainTask] = {
     "evaluation with numpy": task(validate=SAMPLES, evaluate=_with_numpy),
     "one value under two names": task(validate=SAMPLES, evaluate=_named_twice),
     "state from key to key": task(optimizer=partial(HandsStateOn, lr=0.1)),
+    "state of changing shape": task(optimizer=partial(GrowingState, lr=0.1), epochs=3),
 }
 
 
@@ -684,6 +703,40 @@ CASES: dict[str, TrainTask] = {
 )
 def test_equals_the_plain_loop(name, cut):
     assert against_plain(CASES[name], train(CASES[name], num_shards=cut, devices="cpu:2")) == []
+
+
+class Averaging(nn.Module):
+    """A loss that follows its values, and gives its buffer other memory each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, outputs, labels):
+        loss = functional.cross_entropy(outputs, labels)
+        self.average.data = 0.9 * self.average.data + 0.1 * loss.detach()
+        return loss * (1 + self.average)
+
+
+def test_a_loss_that_gives_its_buffer_other_memory_keeps_its_values_after_the_try():
+    result = train(task(loss=Averaging()))
+    assert against_plain(task(loss=Averaging()), result) == []
+
+
+def test_state_of_changing_shape_takes_the_room_of_its_present_shape_alone(monkeypatch):
+    """Each third step keeps one gradient again."""
+    held, adopt = [], ModelState.adopt_optimizer_state
+
+    def adopted(self, *arguments):
+        adopt(self, *arguments)
+        held.append(self.nbytes)
+
+    monkeypatch.setattr(ModelState, "adopt_optimizer_state", adopted)
+    grows = short(optimizer=partial(GrowingState, lr=0.1), epochs=9)
+    with running() as pool:
+        assert against_plain(grows, *pool.run([grows])) == []
+        assert held[0] < held[1] < held[2]
+        assert held == held[:3] * 3
 
 
 def _aliased_parameters():

@@ -121,7 +121,7 @@ def test_no_sweep_that_the_study_or_another_process_would_not_let_begin_passes(f
     for old, new, problem in (
         ("sqlite:///", "", "is no URL of a storage; did you mean 'sqlite:///trials.db'?"),
         ("sqlite:///", "sqlite:///no/", f"there is no folder '{first}/no'; make the folder"),
-        ("sqlite:///", "nonsense://", "hydra.storage: 'nonsense://trials.db' cannot be opened: "),
+        ("sqlite:///", "nonsense://me:secret@", "hydra.storage: 'nonsense://me:***@trials.db' cannot be opened: "),
         ("epochs: {value: 12}", "epochs: {value: 3}", f"parameters.epochs: {there}, with "),
         ("goal: maximize", "goal: minimize", f"metric.goal: {there}, and its goal is maximize"),
     ):

@@ -43,6 +43,13 @@ def test_the_command_has_what_was_typed_and_belongs_to_the_sweep(tmp_path):
         ("mysql+pymysql://u:p@ss@h/db", "mysql+pymysql://u:***@h/db"),
         ("postgresql://u:pa/ss@h/db", "postgresql://u:***@h/db"),
         ("postgresql://u:p@h/db?options=a@b", "postgresql://u:***@h/db?options=a@b"),
+        ("postgresql://h/db?user=u&password=p%40ss&x=1", "postgresql://h/db?user=u&password=***&x=1"),
+        ("'mysql://h/db?passwd=secret' --resume", "'mysql://h/db?passwd=***' --resume"),
+        (
+            "mssql://h/?odbc_connect=UID%3Du%3BPWD%3Dse%21cret%3BPort%3D1",
+            "mssql://h/?odbc_connect=UID%3Du%3BPWD%3D***%3BPort%3D1",
+        ),
+        ("hydra-tune sweep --set password=word", "hydra-tune sweep --set password=word"),
         ("postgresql://u@h/db", "postgresql://u@h/db"),
         ("postgresql://h:5432/db?options=a@b", "postgresql://h:5432/db?options=a@b"),
         ("sqlite:///a:b@c.db", "sqlite:///a:b@c.db"),

@@ -8,12 +8,14 @@ import pytest
 from rich.console import Console
 
 from hydra_tune.checkpoint.sweep_folder import sweep_path
+from hydra_tune.cli.inspect import run_scan
 from hydra_tune.cli.inspect.run_output import print_status
-from hydra_tune.cli.inspect.run_scan import find_run, find_runs, runs_at
+from hydra_tune.cli.inspect.run_scan import absolute_storage, find_run, find_runs, runs_at
 from hydra_tune.cli.inspect.sweep_run_record import phase_of
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe.event_log.run_state import RunState
 from hydra_tune.observe.live.snapshot import TrialView
+from hydra_tune_optuna.storage_opening import check_file, has_tables
 from tests.unit.observe.event_log.test_writer import made
 
 
@@ -81,6 +83,16 @@ def test_a_storage_with_a_password_is_known_by_its_log_alone(folder):
     runs, notes = find_runs(folder)
     assert [(run.name, run.phase) for run in runs] == [("first", "interrupted")]
     assert notes == []
+
+
+@pytest.mark.parametrize("kind", ["sqlite:///", "sqlite+pysqlite:///", "journal:", "journal://"])
+def test_a_storage_in_a_file_is_not_made_by_a_reader(folder, kind, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert absolute_storage(f"{kind}a.db?x=1", folder) == f"{kind}{folder.resolve()}/a.db?x=1"
+    with pytest.raises(ConfigError, match="cannot be opened: there is no file 'missing'"):
+        check_file(f"{kind}missing?x=1")
+    assert not has_tables(f"{kind}missing")
+    assert list(folder.iterdir()) == []
 
 
 def test_several_objectives_have_a_front_and_no_best_trial(folder):
@@ -217,6 +229,10 @@ def test_a_recovery_of_weights_leaves_the_metrics_of_all_trials(folder, reports)
     assert [trial.metrics for trial in find_run("first", None).trials] == [{"train_loss": 0.0}, {"train_loss": 1.0}]
 
 
+def _refuse(lock):
+    raise PermissionError(13, "Permission denied", str(lock))
+
+
 def test_the_checkpoints_of_a_sweep_without_a_log_lie_in_the_folder_of_the_sweep(folder, monkeypatch):
     """The command looks from elsewhere, and a trial was under way when its process was killed."""
     place, elsewhere = folder / "sweep", folder / "elsewhere"
@@ -230,6 +246,10 @@ def test_the_checkpoints_of_a_sweep_without_a_log_lie_in_the_folder_of_the_sweep
     monkeypatch.chdir(elsewhere)
     (run,) = find_runs(place)[0]
     assert run.phase == "interrupted"
+    # A lock of another user's, as root may open all.
+    with monkeypatch.context() as patch:
+        patch.setattr(run_scan, "is_locked", _refuse)
+        assert find_runs(place)[0][0].phase == "interrupted"
     # Begun by `hydra-tune sweep sweep/space.yaml`, the sweep has its checkpoints in the working folder.
     (place / "checkpoints").rename(elsewhere / "checkpoints")
     (run,) = find_runs(place)[0]

@@ -1,16 +1,35 @@
 """The first signal ends a sweep in order; what ends the process out of order is in the integration tests."""
 
+import fcntl
 import os
+import resource
 import signal
+import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from hydra_tune.cli.run import interrupt
 from hydra_tune.cli.run.interrupt import StopSignalHandler, stops
 from hydra_tune.interrupts import Terminated
 
 ERRORS = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
+
+
+def test_a_pipe_beyond_the_first_1024_descriptors_is_heard():
+    """As in a program with many open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    ours, theirs = socket.socketpair()
+    try:
+        with ours, theirs, socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD, 2000)) as pipe:
+            assert interrupt._next(pipe, time.monotonic()) is None
+            theirs.send(bytes([signal.SIGTERM]))
+            assert interrupt._next(pipe, time.monotonic() + 10) == signal.SIGTERM
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("number", ERRORS)

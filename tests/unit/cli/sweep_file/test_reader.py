@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from textwrap import dedent
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from hydra_tune.cli.sweep_file.domains import ChoiceDomain, FloatDomain, IntDomain
 from hydra_tune.cli.sweep_file.reader import read_sweep_file
 from hydra_tune.cli.sweep_file.spec import PruningRule
+from hydra_tune.cli.sweep_file.yaml_marks import read_yaml
 from hydra_tune.errors import SweepFileError
 
 GOOD = """\
@@ -168,6 +170,13 @@ def test_the_name_is_the_study_unless_there_is_another(read):
 )
 def test_each_distribution(read, entry, domain):
     assert read(f"{GOOD}parameters:\n  x: {entry}\n").parameters == {"x": domain}
+
+
+def test_a_long_run_of_digits_is_read_in_time():
+    """`hydra-tune list` reads every YAML file of a folder."""
+    began = time.process_time()
+    assert read_yaml(f"a: {'1' * 60000}x").data == {"a": f"{'1' * 60000}x"}
+    assert time.process_time() - began < 2.0
 
 
 @pytest.mark.parametrize("number", ["1e-6", "1E-6", "0.000001", "1.0e-6", ".1e-5", "+1e-6"])

@@ -13,6 +13,7 @@ from hydra_tune.devices.hardware.discovery import (
     gpu_parts,
     gpu_share,
     let_segments_grow,
+    open_device,
     open_devices,
     open_planned_devices,
 )
@@ -70,12 +71,17 @@ def test_other_texts_are_refused(text):
         (("cpu:1", 0), "device_memory must be more than 0 bytes"),
         (("cpu:1", None, "slow"), "link_bandwidth must be a size such as '11GiB'"),
         (("cpu:1", None, "0MB/s"), "link_bandwidth must be more than 0 bytes"),
-        (("cuda", None, "1GB/s"), "link_bandwidth is for CPU devices only, but devices is 'cuda'"),
+        (("cuda", None, "1GB/s"), "link_bandwidth='1GB/s' is for CPU devices only, and 'cuda' names GPUs"),
     ],
 )
 def test_budgets_that_make_no_sense_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         open_devices(*arguments)
+
+
+def test_a_gpu_that_is_added_takes_no_simulated_bandwidth_either():
+    with pytest.raises(ConfigError, match="link_bandwidth='1GB/s' is for CPU devices only, and 'cuda:1' names GPUs"):
+        open_device("cuda:1", None, "1GB/s", cpu_budget=1 << 20)
 
 
 @pytest.mark.parametrize(

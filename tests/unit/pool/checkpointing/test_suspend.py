@@ -1,5 +1,6 @@
 """Jobs are saved where they are and ended; one that hangs keeps no other from it."""
 
+import contextlib
 import signal
 import threading
 from types import SimpleNamespace
@@ -54,6 +55,28 @@ def test_each_is_saved_at_the_end_of_its_step_and_goes_on_with_the_same_bits(tmp
             == []
         )
     assert all(0 < count < 3 * epochs for count in steps)
+
+
+def test_one_that_is_paused_within_a_step_is_saved_at_the_end_of_the_step(tmp_path):
+    described = task(epochs=100_000)
+    with running(num_shards=3, checkpoint_dir=tmp_path) as pool:
+        job = pool.submit(described, "trial")
+
+        def is_paused_within_a_step():
+            job.pause()
+            with contextlib.suppress(TimeoutError):
+                try:
+                    job.checkpoint(timeout=0.5)
+                except CheckpointError:
+                    return True
+            job.unpause()
+            return False
+
+        until(lambda: job.progress.step)
+        until(is_paused_within_a_step)
+        pool.suspend(seconds=PATIENCE_SECONDS)
+        assert job.result(PATIENCE_SECONDS).checkpoint is not None
+        assert pool.find_checkpoint("trial").steps >= job.progress.step
 
 
 def test_one_whose_data_hangs_does_not_keep_others_from_being_saved(tmp_path, monkeypatch):

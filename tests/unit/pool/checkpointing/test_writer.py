@@ -445,3 +445,27 @@ def test_how_often():
 def test_how_often_in_other_words_is_refused(text):
     with pytest.raises(ConfigError, match="checkpoint_every must be"):
         parse_every(text)
+
+
+def test_trials_of_two_pools_with_one_folder_have_folders_of_their_own(tmp_path):
+    """Also before the first has saved anything."""
+    gone_on = threading.Event()
+
+    def waiting():
+        yield from batches()
+        assert gone_on.wait(PATIENCE_SECONDS)
+        yield from batches()
+
+    def batches():
+        return iter([(torch.ones(2, 8), torch.zeros(2).long())])
+
+    with running(checkpoint_dir=tmp_path) as first, running(checkpoint_dir=tmp_path) as second:
+        job = first.submit(task(train=waiting), "same")
+        until(lambda: job.progress.step)
+        try:
+            other = second.submit(task(train=batches), "same").result(PATIENCE_SECONDS)
+        finally:
+            gone_on.set()
+        assert other.status == "completed", other.error
+        assert other.checkpoint == tmp_path / "same~2"
+        assert job.result(PATIENCE_SECONDS).checkpoint == tmp_path / "same"

@@ -56,6 +56,22 @@ def test_it_leaves_no_trace_in_the_pool():
         assert against_plain(task(), *pool.run([task()])) == []
 
 
+BUILT = []
+
+
+def test_it_puts_back_what_factories_count():
+    def model():
+        BUILT.append(0.1 * len(BUILT))
+        return nn.Sequential(nn.Linear(8, 6), nn.Dropout(BUILT[-1]), nn.Linear(6, 4))
+
+    BUILT.clear()
+    with running(**OPTIONS) as pool:
+        pool.profile([task(model=model), task(model=model)])
+        assert BUILT == []
+        result = pool.run([task(model=model)])[0]
+        assert result.module()[1].p == BUILT[0] == 0.0
+
+
 class Branching(nn.Module):
     def __init__(self):
         super().__init__()

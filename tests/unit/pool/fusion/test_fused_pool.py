@@ -675,6 +675,19 @@ def test_a_carrier_whose_job_has_another_one_carries_nobody():
     device.close()
 
 
+def test_a_job_whose_carrier_ends_while_another_carrier_has_it_gets_a_new_one_when_put_back():
+    """A third carrier had the turn, so the job's own did not wait for the one that had taken the job."""
+    with running(fusion="on") as pool:
+        with together():
+            job = pool.submit(task(), "trial")
+            carriers, entry = pool._fusion._carriers, pool._fusion._table.entries[job.key]
+            carrier, entry.is_taken = entry.carrier, True
+            assert not carriers._takes_turn(entry, entry.ticket, 0.0)
+            carriers._finder._leave([entry])
+            assert entry.carrier not in (None, carrier)
+        assert_as_plain(job.result(PATIENCE_SECONDS), task())
+
+
 def test_members_may_have_schedulers_of_different_kinds(sizes):
     schedulers = [partial(OneCycleLR, max_lr=0.2, total_steps=30), partial(StepLR, step_size=4)]
     for order in (schedulers, schedulers[::-1]):

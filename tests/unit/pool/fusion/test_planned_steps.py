@@ -17,6 +17,7 @@ from hydra_tune.fusion.runtime import planned_size_search
 from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner, PlannedStepCache
 from hydra_tune.fusion.runtime.step_planner import StepPlanner
 from hydra_tune.pool.job import OVER, Reported
+from hydra_tune.train.state.model_state import ModelState
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
@@ -82,6 +83,30 @@ def bits(result):
     return history, [tensor.tolist() for tensor in [*result.state_dict().values(), *optimizer]]
 
 
+def ended_after(monkeypatch):
+    """The ends of planned steps, and of states that planned steps were made for, in order."""
+    ends, states = [], []
+    close, drop, begin = GroupStepRunner.close, ModelState.drop, GroupStepRunner.__init__
+
+    def begun(self, planned, state):
+        states.append(state._state)
+        begin(self, planned, state)
+
+    def closed(self):
+        ends.append("steps")
+        close(self)
+
+    def dropped(self):
+        if any(self is state for state in states):
+            ends.append("state")
+        drop(self)
+
+    monkeypatch.setattr(GroupStepRunner, "__init__", begun)
+    monkeypatch.setattr(GroupStepRunner, "close", closed)
+    monkeypatch.setattr(ModelState, "drop", dropped)
+    return ends
+
+
 @functools.cache
 def roomy(optimizer=None, count=4):
     """The same group where everything is kept."""
@@ -99,7 +124,11 @@ SGD = (torch.optim.SGD,)
 
 
 @pytest.mark.parametrize("optimizer", [None, pytest.param(SGD, marks=pytest.mark.slow)])
-def test_a_group_that_does_not_fit_has_the_bits_of_one_that_does_in_the_memory_there_is(steps, optimizer, caplog):
+def test_a_group_that_does_not_fit_has_the_bits_of_one_that_does_in_the_memory_there_is(
+    steps, optimizer, caplog, monkeypatch
+):
+    """Also, no planned step is left whose state has been released."""
+    ends = ended_after(monkeypatch)
     caplog.set_level(logging.INFO, "hydra_tune.fusion")
     with running(fusion="on", fusion_size=4, fusion_planner="on", device_memory=MEMORY) as pool:
         results = pool.run([task(seed, **_with(optimizer, seed)) for seed in range(4)])
@@ -110,6 +139,7 @@ def test_a_group_that_does_not_fit_has_the_bits_of_one_that_does_in_the_memory_t
     assert [bits(result) for result in results] == roomy(optimizer)
     assert 0.5 * device.budget_bytes < device.peak_bytes <= device.budget_bytes
     assert "predicted: one group (4, " in caplog.text
+    assert ends.index("state") == len(ends) - 1 > 0
 
 
 class Unnormed(CNN):

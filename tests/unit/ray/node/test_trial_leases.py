@@ -12,7 +12,7 @@ import ray
 
 from hydra_tune import TrainTask
 from hydra_tune.pool.job import JobProgress
-from hydra_tune_ray.messages import BeginRequest, EndOutcome, MoveOutcome, ReportOutcome
+from hydra_tune_ray.messages import BeginRequest, EndOutcome, MoveOutcome, ReportOutcome, TrialTicket
 from hydra_tune_ray.node import node_pool
 from hydra_tune_ray.node.actors import NodePoolSpec
 from hydra_tune_ray.node.nodes import DeviceNode
@@ -145,3 +145,29 @@ def test_the_state_of_a_trial_that_stops_itself_can_be_saved(monkeypatch):
     assert isinstance(outcome, EndOutcome)
     assert outcome.status == "completed"
     assert any(name.endswith(".manifest") for name in files)
+
+
+def test_files_of_a_trial_that_is_handed_on_go_with_its_end(monkeypatch):
+    """Each client that takes the trial over asks with a key of its own."""
+    monkeypatch.setattr(node_pool, "DirectoryConnection", lambda *names: None)
+    request = replace(REQUEST, build=ray.cloudpickle.dumps(stops_itself), config={"reports": 4})
+
+    async def trained():
+        node = DeviceNode(node_id="n", devices="cpu:1", num_gpus=0, num_devices=1)
+        pool = node_pool.NodePool(NodePoolSpec(name="p", directory="d", node=node, options={}))
+        training = pool._training = NodePoolRuntime({"devices": "cpu:1", "device_memory": "64MiB"})
+        try:
+            await pool.begin(request)
+            await pool.next(request.key, 0)
+            files = await pool.save(request.key, None)
+            await pool.begin(replace(request, key="t-2", files=files, number=1))
+            assert isinstance(await pool.next("t-2", 1), ReportOutcome)
+            ticket = TrialTicket(pool="p", key="t-2", number=2, config="")
+            await pool.begin(replace(request, key="t-3", files=files, number=2), ticket)
+            resumed = [path.name for path in training._scratch.iterdir()]
+            await pool.end("t-3")
+            return resumed, list(training._scratch.iterdir())
+        finally:
+            await pool.close()
+
+    assert asyncio.run(trained()) == (["t-2"], [])

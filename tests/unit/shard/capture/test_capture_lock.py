@@ -226,3 +226,17 @@ def test_a_tensor_printed_on_another_thread_leaves_a_capture_its_modes():
     with GATE.exclusive():
         graph = torch.export.export(Interrupted(), (torch.ones(2),)).graph
     assert [node.name for node in graph.nodes if node.op == "call_function"] == ["mul"]
+
+
+def test_an_interrupted_wait_to_enter_again_leaves_the_gate_open_for_captures(monkeypatch):
+    gate = CaptureGate()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), gate.shared(), gate.left():
+        monkeypatch.setattr(gate, "_enter", interrupted)
+    monkeypatch.undo()
+    with gate.shared():
+        pass
+    assert gate._sharing == 0

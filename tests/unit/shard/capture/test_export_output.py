@@ -34,3 +34,14 @@ def test_other_threads_are_heard(capfd):
         other.join()
     assert sys.stderr is stream
     assert capfd.readouterr().err == "of another\n"
+
+
+def test_other_threads_use_the_stream_as_ever(capfd):
+    stream, found = sys.stderr, []
+    with quiet_export():
+        other = threading.Thread(
+            target=lambda: found.extend([sys.stderr.fileno(), sys.stderr.encoding, sys.stderr.buffer])
+        )
+        other.start()
+        other.join()
+    assert found == [stream.fileno(), stream.encoding, stream.buffer]

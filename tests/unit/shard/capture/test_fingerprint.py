@@ -406,3 +406,19 @@ def test_optimizers_are_keyed_by_what_decides_their_memory():
     assert optimizer(torch.optim.SGD, lr=0.1, momentum=0.5) == optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     assert optimizer(lr=torch.tensor(0.1), foreach=False) != optimizer(lr=0.1, foreach=False)
     assert optimizer(Ranked, rank=4) != optimizer(Ranked, rank=8), "a whole number may be a size"
+
+
+def test_a_long_range_has_a_key_of_its_ends():
+    module = Net()
+    module.ids = range(10**9)
+    other = Net()
+    other.ids = range(10**9)
+    assert key(module) == key(other)
+    other.ids = range(1, 10**9)
+    assert key(module) != key(other)
+
+
+def test_an_optimizer_may_have_an_array_among_its_options():
+    module = Net()
+    optimizer = torch.optim.SGD([{"params": module.parameters(), "mine": np.array([1, 2])}], lr=0.1)
+    assert optimizer_key(optimizer) == optimizer_key(optimizer)

@@ -1,5 +1,7 @@
 """The captured graph holds names for all it needs and no tensor of the trial; what cannot be captured says where and why."""
 
+import contextlib
+import io
 import json
 
 import pytest
@@ -127,6 +129,41 @@ def test_a_capture_that_fails_names_the_line_of_the_model():
     assert "GuardOnDataDependentSymNode" in message
     assert message.endswith("if y.sum() > 0:)")
     assert "test_step_capture.py:" in message
+
+
+class _ReadsText(nn.Linear):
+    def __init__(self, read):
+        super().__init__(8, 8)
+        self.read = read
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y * (2 if self.read(y) else 1)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda y: "nan" in str(y), lambda y: repr(y) == "0", lambda y: {str(y): 1}],
+)
+def test_a_step_that_reads_the_text_of_a_tensor_is_refused(read):
+    with pytest.raises(CaptureError, match="the step reads the text of a tensor"):
+        capture_of(_ReadsText(read))
+
+
+class _Measuring(io.StringIO):
+    """As the streams of notebooks and progress bars."""
+
+    def write(self, text):
+        return super().write(text.rstrip() + "\n") if len(text) else 0
+
+
+def test_a_step_may_print_a_tensor(capsys):
+    stream = _Measuring()
+    with contextlib.redirect_stdout(stream):
+        capture_of(_ReadsText(lambda y: print(y) or True))  # noqa: T201
+    assert stream.getvalue()
+    capture_of(_ReadsText(lambda y: print(y, f"it is {y}") or True))  # noqa: T201
+    assert "it is " in capsys.readouterr().out
 
 
 def test_errors_of_the_step_itself_come_as_they_are():

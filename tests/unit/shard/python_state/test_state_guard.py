@@ -446,6 +446,45 @@ def test_a_step_that_may_read_any_variable_is_refused_by_name(weight, message):
         guard_of(lambda module, batch: module(batch).sum() * weight())
 
 
+def test_variables_that_no_code_reads_do_not_count_where_other_code_makes_up_names():
+    settings = types.ModuleType("settings_of_a_test")
+    settings.weight, settings.step = 1.0, 0
+
+    def scale():
+        return settings.weight
+
+    def step(module, batch):
+        return getattr(module, f"{'forward'}")(batch).sum() * scale()
+
+    guard = guard_of(step)
+    settings.step = 1
+    assert guard.change() is None
+    settings.weight = 2.0
+    assert guard.change() is not None
+
+
+def test_what_a_thread_works_on_does_not_count():
+    class Logger(threading.Thread):
+        def __init__(self):
+            super().__init__()
+            self.waiting, self.seen = queue.Queue(), []
+
+        def log(self, value):
+            self.waiting.put(value)
+            self.seen.append(value)
+
+    logger, is_verbose = Logger(), False
+
+    def step(module, batch):
+        if is_verbose:
+            logger.log(len(logger.seen))
+        return module(batch).sum()
+
+    guard = guard_of(step)
+    logger.log(1.0)
+    assert guard.change() is None
+
+
 def test_switching_a_module_to_evaluation_reads_no_variables():
     module = net()
     assert guard_of(lambda model, batch: model.eval()(batch).sum(), module).change() is None

@@ -408,6 +408,7 @@ def test_a_step_of_the_engine():
         ),
         (lambda: play(trial(size=11), devices=[SimulatedDevice(name="d0", memory_bytes=10)]), "raise its memory to"),
         (lambda: play(trial(), admission="stagered"), "not 'stagered'; did you mean 'staggered'?"),
+        (lambda: play(trial(), admission="auto"), "admission must be 'eager' or 'staggered', not 'auto'"),
         (lambda: play(trial(), policy="fio"), "did you mean 'fifo'"),
         (lambda: stop_early([trial()], (0.5, 0.7), 0), "fall from 1 to 0"),
         (lambda: RandomWorkload(num_trials=1, spread=0.5), "spread must be a finite number >= 1"),

@@ -480,9 +480,29 @@ class Multiplied(nn.Sequential):
         return head(torch.sigmoid(hidden(x)).unflatten(1, (8, 8)).prod(2))
 
 
-def test_products_have_the_plain_loops_gradients_in_followed_steps():
-    changed = described(model=lambda: Multiplied(nn.Linear(64, 64), nn.Linear(8, 4)))
-    with direct() as pool:
+class Filled(nn.Sequential):
+    """Fills in a learned number, whose gradient torch takes in another way where a mode is active."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, head = self
+        return head(torch.tanh(hidden(x).masked_fill(x < 0.5, head.bias.sum())))
+
+
+class Uncapturable(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        x.detach().numpy().sum()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda: Multiplied(nn.Linear(64, 64), nn.Linear(8, 4)), lambda: Filled(nn.Linear(64, 64), nn.Linear(64, 4))],
+    ids=["prod", "masked_fill"],
+)
+@pytest.mark.parametrize("way", ["followed", "whole"])
+def test_gradients_that_modes_would_change_are_the_plain_loops(model, way):
+    changed = described(model=model if way == "followed" else lambda: Uncapturable(model()))
+    with direct() if way == "followed" else HydraExecutor("cpu:1", num_shards=1) as pool:
         assert not against_plain(changed, pool.run(changed))
 
 
