@@ -5,7 +5,7 @@
 
 Note: atomic writes. The content first goes to a file beside the target, with mode 0600 and a unique name. The file is
 flushed to the disk and renamed over the target, and the folder is flushed as well. A reader of the target finds the old
-content or the new content. A killed process leaves a file that `is_temporary` recognizes; `remove_leftovers` removes
+content or the new content. A killed process leaves the file beside the target; `remove_leftovers` removes
 the file, on the same machine, once no process has the id of the writer.
 """
 
@@ -114,11 +114,6 @@ def make_private_folder(path: Path) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise file_error("make the folder", path, error) from error
-
-
-def is_temporary(path: Path) -> bool:
-    """Whether the name is a temporary name of `replacing`."""
-    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def remove_leftovers(folder: Path) -> None:

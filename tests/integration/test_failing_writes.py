@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hydra_tune.checkpoint.best import BestWeights, kept_trials, weights_file
-from hydra_tune.checkpoint.files import is_temporary
 from hydra_tune.checkpoint.folder import generations, load_checkpoint
 from hydra_tune.checkpoint.tensors import load_tensors
 from hydra_tune.errors import ConfigError, FileError, SpillError
@@ -58,7 +57,7 @@ def check_named(error, number, folder):
 def check_whole(root):
     """Whatever there is of checkpoints is whole, and nothing half written is left."""
     for folder in root.iterdir():
-        assert not [path for path in folder.iterdir() if is_temporary(path)], folder
+        assert not [path for path in folder.iterdir() if path.suffix == ".tmp"], folder
         if generations(folder):
             load_checkpoint(folder)
 
@@ -254,4 +253,4 @@ def test_weights_that_cannot_be_kept_leave_those_before_as_they_were(tmp_path, m
         kept.close()
     assert call > 5
     assert set(kept_trials(folder)) == {trial, trial - 1}
-    assert not [path for path in folder.iterdir() if is_temporary(path)]
+    assert not [path for path in folder.iterdir() if path.suffix == ".tmp"]

@@ -151,7 +151,7 @@ class GroupCaptureCache:
         operands: ShardOperands,
         room_bytes: int,
         lease: Lease | None,
-        noise: list[Tensor] | None = None,
+        noise: list[Tensor],
         *,
         is_laid_out: bool = False,
     ) -> ShardGradients:
@@ -159,8 +159,6 @@ class GroupCaptureCache:
         place = operands.state[0].device
         # A group may run on several devices in turn, and a graph belongs to one.
         step_state = self._kept_for(trace, str(place) if lease is None else lease.place)
-        # Draw before the decision: run, record and replay then use the same numbers and advance the streams equally.
-        noise = trace.draw(place) if noise is None else noise
         action = step_state.course.next(tuple([tensor.data_ptr() for tensor in operands.state]))
         if action == "replay" and step_state.recording is not None:
             step_inputs = [*operands.constants, *operands.inputs, *noise]
@@ -288,7 +286,7 @@ class CapturedPlanExecutor:
         trace: JointTrace,
         shard: ShardGraph,
         operands: ShardOperands,
-        noise: list[Tensor] | None = None,
+        noise: list[Tensor],
         *,
         is_laid_out: bool = False,
     ) -> ShardGradients:

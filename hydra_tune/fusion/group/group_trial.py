@@ -151,6 +151,11 @@ class GroupTrial(Trial):
         return any(self._group_plans.are_known(seat.member.architecture, architecture) for seat in self.seats)
 
     @property
+    def plans(self) -> set[PreparedPlan]:
+        """The stacked plans of the present members."""
+        return {part.prepared for parts in self._places.stacked.values() for part in parts}
+
+    @property
     def most(self) -> int:
         """Largest number of slots."""
         return self._sizes.most
@@ -430,6 +435,7 @@ class GroupTrial(Trial):
                 part.leaves.tensors,
                 self._places.gradients,
                 wanted_of(bucket[0]),
+                self.plans,
                 is_one_loss=likeness.rows is None,
             )
         if planned is not None or (is_all and self._goes_round(prepared)):

@@ -66,21 +66,23 @@ class GroupSizeChooser:
         self._plans = UntracedPlanFactory(library)
         self._lock = threading.Lock()
         self._timings: dict[Hashable, FusionStepTimes] = {}
-        # Optimizer steps of all trials together, for which fusion did not pay.
-        self._refused: dict[Hashable, float] = {}
+        # Optimizer steps of all trials together, for which fusion did not pay, by kind and number of trials.
+        self._refused: dict[Hashable, dict[int, float]] = {}
 
-    def refuse(self, kind: Hashable, num_steps: float) -> None:
+    def refuse(self, kind: Hashable, num_steps: float, most: int) -> None:
         """Refuse a kind of trial at once if the answer is already known.
 
         Args:
             kind: as of `choose`.
             num_steps: upper bound on the remaining optimizer steps of all trials of the kind together.
+            most: upper bound on the number of these trials.
 
         Raises:
-            UnfusableError: so few steps did not gain before, or are too few to justify timing.
+            UnfusableError: so few steps of so few trials did not gain before, or the steps are too few to justify timing.
         """
         with self._lock:
-            if num_steps <= self._refused.get(kind, -1):
+            refused = self._refused.get(kind, {})
+            if any(most <= number and num_steps <= steps for number, steps in refused.items()):
                 raise UnfusableError("trials of its kind do not gain by being computed together, as was found before")
             if self._are_few(kind, num_steps):
                 raise UnfusableError(_too_few(num_steps))
@@ -103,8 +105,9 @@ class GroupSizeChooser:
             # The lock is held while steps are timed: concurrent probes would disturb each other's times.
             choice = self._chosen(kind, member, wanted, device, sum(num_steps), most)
             if choice.size == 1:
-                # Fewer steps of as many trials will not pay either.
-                self._refused[kind] = max(sum(num_steps), self._refused.get(kind, 0))
+                # If so many steps did not pay, fewer steps of as many trials, or of fewer, will not pay either.
+                refused = self._refused.setdefault(kind, {})
+                refused[most] = max(sum(num_steps), refused.get(most, 0))
         _LOGGER.info("%s", choice.why)
         return choice
 

@@ -21,6 +21,7 @@ in turn and neither has begun.
 import logging
 import time
 from collections.abc import Hashable
+from itertools import product
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, UnfusableError
@@ -29,7 +30,7 @@ from hydra_tune.fusion.group.member import MemberTrial
 from hydra_tune.fusion.group.slot import GroupSlot
 from hydra_tune.fusion.runtime.pair_side import PairDelegate, PairSide
 from hydra_tune.fusion.runtime.paired_unit import PairRound, PairStepRunner
-from hydra_tune.fusion.runtime.plan_autotuner import StepPlanAutotuner
+from hydra_tune.fusion.runtime.plan_autotuner import StepPlanAutotuner, drop_stale
 from hydra_tune.fusion.runtime.step_planner import StepPlanner
 from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.memory.trial_context import TrialMemoryContext
@@ -135,6 +136,7 @@ class PairTrial(Trial):
         if key in self._unplanned:
             return None
         if key not in self._known:
+            drop_stale(self._known, set(product(*(side.group.plans for side in self._sides))))
             try:
                 planned = self._planner.planned(first.stack, second.stack)
             except (UnfusableError, BudgetError) as error:

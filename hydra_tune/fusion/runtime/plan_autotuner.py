@@ -10,9 +10,9 @@ with groups that need no plan, unless `fusion_planner` is "on".
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hydra_tune.fusion.runtime.planned_executor import DeviceStepRunner
 from hydra_tune.fusion.runtime.step_planner import PlannedStep
@@ -192,3 +192,9 @@ class StepPlanAutotuner(Generic[S]):
                 ways=ways,
             )
         )
+
+
+def drop_stale(known: dict[Any, StepPlanAutotuner[Any]], present: Collection[Any]) -> None:
+    """Drop planned steps of plans that no group will run again, since each keeps host memory."""
+    for plans in [plans for plans in known if plans not in present]:
+        known.pop(plans).close()

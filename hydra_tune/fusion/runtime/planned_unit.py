@@ -7,7 +7,7 @@ Note: planned steps are bound to the group's state. `GroupTrial` calls `clear` b
 end of the group.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from hydra_tune.fusion.group.batched_inputs import StackedBatches
 from hydra_tune.fusion.group.group_step import GroupGradients, leave_out_bad
 from hydra_tune.fusion.group.member import MemberBatchRequest
 from hydra_tune.fusion.group.multi_step_unit import GroupRound, RoundContext
-from hydra_tune.fusion.runtime.plan_autotuner import AutotuneResult, StepPlanAutotuner
+from hydra_tune.fusion.runtime.plan_autotuner import AutotuneResult, StepPlanAutotuner, drop_stale
 from hydra_tune.fusion.runtime.planned_executor import DeviceStepRunner
 from hydra_tune.fusion.runtime.step_arguments import StepStateBinding, stack_now
 from hydra_tune.fusion.runtime.step_planner import OWN_LOSSES, PlannedStep, StepPlanner, check_values, stack_of
@@ -133,10 +133,13 @@ class PlannedStepCache:
         inputs: Sequence[Tensor],
         gradients: GroupGradients,
         like: MemberBatchRequest,
+        present: Collection[PreparedPlan],
         *,
         is_one_loss: bool,
     ) -> StepPlanAutotuner[GroupStepRunner] | None:
         """Return the planned steps of a plan; None for an evaluation, and where the plain step fits the device.
+
+        Where steps are planned anew, steps of plans that are not `present` in the group any more are dropped.
 
         Raises:
             OutOfMemoryError: the step does not fit, planned or unplanned.
@@ -144,6 +147,7 @@ class PlannedStepCache:
         if prepared.plan.mode != "train" or self._planner.fits(prepared):
             return None
         if prepared not in self._known:
+            drop_stale(self._known, present)
             try:
                 if not is_one_loss:  # a member with another loss has joined
                     raise UnfusableError(OWN_LOSSES)  # noqa: TRY301 - handled below like any other reason

@@ -240,7 +240,8 @@ class GroupMatcher:
         if entry.most == 1:
             return []
         # An upper bound of all steps: a refusal now spares building the other trials.
-        self._chooser.refuse(kind, steps * min(entry.most, 1 + len(self._table.free())))
+        most = min(entry.most, 1 + len(self._table.free()))
+        self._chooser.refuse(kind, steps * most, most)
         taken_jobs = self._take_for(kind, entry, device, self._chooser)
         if not taken_jobs:
             return taken_jobs
@@ -283,7 +284,7 @@ class GroupMatcher:
         first = entry.trial
         taken_jobs = self._take(entry, None, entry.most - 1, device)
         try:
-            chooser.refuse(kind, sum(_steps([entry, *taken_jobs])))
+            chooser.refuse(kind, sum(_steps([entry, *taken_jobs])), 1 + len(taken_jobs))
         except UnfusableError:
             self._leave(taken_jobs)
             raise

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hydra_tune.checkpoint.files import is_temporary, make_private_folder, remove_leftovers, replacing, write_file
+from hydra_tune.checkpoint.files import make_private_folder, remove_leftovers, replacing, write_file
 from hydra_tune.errors import FileError
 
 
@@ -112,7 +112,7 @@ def test_what_a_killed_process_leaves_is_known_and_removed(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "a")], check=False)
     assert done.returncode == -signal.SIGKILL
     assert (tmp_path / "a").read_bytes() == b"old"
-    assert [is_temporary(path) for path in tmp_path.iterdir() if path.name != "a"] == [True]
+    assert [path.suffix for path in tmp_path.iterdir() if path.name != "a"] == [".tmp"]
     with replacing(tmp_path / "b") as file:  # of a living process: it stays
         remove_leftovers(tmp_path)
         file.write(b"whole")

@@ -164,11 +164,12 @@ def test_what_is_known_is_not_timed_again_and_a_refusal_is_remembered(monkeypatc
         assert timed == [1, 8, 4]
         key = fusion_key(asking.member.task, asking.module, asking.optimizer)
         with pytest.raises(UnfusableError, match="found before"):
-            chooser.refuse(key, 120_000)
-        chooser.refuse(key, 120_001)
-        chooser.refuse("another", 400)
+            chooser.refuse(key, 120_000, 8)
+        chooser.refuse(key, 120_001, 8)
+        chooser.refuse(key, 120_000, 9)  # more trials than were timed may gain
+        chooser.refuse("another", 400, 8)
         with pytest.raises(UnfusableError, match="399 optimizer steps in all are too few"):
-            chooser.refuse("another", 399)
+            chooser.refuse("another", 399, 8)
     assert "1.00 s alone" in caplog.text
 
 

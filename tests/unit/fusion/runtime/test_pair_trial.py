@@ -7,6 +7,7 @@ import pytest
 
 from hydra_tune.errors import BudgetError
 from hydra_tune.fusion.group.membership import PATIENCE_SECONDS
+from hydra_tune.fusion.runtime import pair_trial
 from hydra_tune.fusion.runtime.pair_side import PairSide
 from hydra_tune.fusion.runtime.pair_trial import PairTrial
 from hydra_tune.train.loop.batch_units import PendingUnit
@@ -28,7 +29,7 @@ class Group:
         self.remaining_seconds = remaining
         self.seats, self.state, self.beside, self.offer = [], None, None, None
         self.takes_turns = self.hands_back = False
-        self.num_shards, self.optimizer_placement = 1, None
+        self.num_shards, self.optimizer_placement, self.plans = 1, None, set()
         self.is_due = self.is_closed = False
         self.given = []
 
@@ -135,3 +136,34 @@ def test_one_goes_on_by_itself_when_the_other_has_ended(order):
     assert not going.takes_turns
     assert told[0] == 3
     assert ending.is_closed
+
+
+class Steps:
+    """Merged steps that hold memory until they are closed."""
+
+    def __init__(self, *_):
+        self.host_bytes = 8
+
+    def close(self):
+        self.host_bytes = 0
+
+
+def test_merged_steps_of_plans_that_a_group_has_no_more_are_dropped(monkeypatch):
+    monkeypatch.setattr(pair_trial, "StepPlanAutotuner", Steps)
+    monkeypatch.setattr(NoPlanner, "planned", lambda *_: None)
+    monkeypatch.setattr(NoPlanner, "replanned", None, raising=False)
+    groups = Group(1), Group(1)
+    trial, _ = trial_of(*groups)
+
+    def steps_of(*prepared):
+        for group, plan in zip(groups, prepared, strict=True):
+            group.offer = SimpleNamespace(prepared=plan, wanted=None, stack=None, state_of=lambda *_: None)
+            group.plans.add(plan)
+        return trial._steps()
+
+    full, last = steps_of("full a", "full b"), steps_of("last a", "last b")
+    assert (full.host_bytes, last.host_bytes) == (8, 8)
+    groups[0].plans = {"last a"}  # its state has changed, and another plan of full batches is made
+    anew = steps_of("full a, anew", "full b")
+    assert (full.host_bytes, last.host_bytes, anew.host_bytes) == (0, 8, 8)
+    assert steps_of("last a", "last b") is last

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.errors import ConfigError
 from hydra_tune.fusion.runtime import planned_size_search
-from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner
+from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner, PlannedStepCache
 from hydra_tune.fusion.runtime.step_planner import StepPlanner
 from hydra_tune.pool.job import OVER, Reported
 from hydra_tune.train.state.model_state import ModelState
@@ -223,6 +223,42 @@ def test_a_pruned_member_and_one_that_takes_its_place_change_nobody_elses_bits(s
     assert [one["val_loss"] for one in found[4].history] == pytest.approx(
         [one["val_loss"] for one in plain.history], rel=1e-3
     )
+
+
+class Dropping(CNN):
+    def __init__(self, p):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x):
+        return super().forward(functional.dropout(x, self.p, self.training))
+
+
+def test_steps_planned_for_dropout_of_earlier_members_are_dropped(monkeypatch):
+    plans, counts, made = set(), set(), PlannedStepCache.steps
+
+    def counted(self, prepared, *given, **named):
+        found = made(self, prepared, *given, **named)
+        if found is not None:
+            plans.add(prepared)
+            counts.add(len(self._known))
+        return found
+
+    monkeypatch.setattr(PlannedStepCache, "steps", counted)
+    tasks = [task(seed, model=partial(Dropping, 0.5 if seed == 1 else 0.1), epochs=20 - 2 * seed) for seed in range(5)]
+    with pool_of() as pool:
+        events = pool.events()
+        jobs = [pool.submit(one, None, events) for one in tasks[:4]]
+        while not all(job.state in OVER for job in jobs):
+            event = events.get(PATIENCE_SECONDS)
+            if isinstance(event, Reported) and event.job is jobs[1] and event.step == 1:
+                event.job.prune()
+                jobs.append(pool.submit(tasks[4], None, events))
+            elif isinstance(event, Reported):
+                event.job.proceed()
+        assert jobs[4].result().group_size == 4
+    assert len(plans) > 1
+    assert counts == {1}
 
 
 @pytest.mark.slow
