@@ -4,10 +4,12 @@ import random
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hydra_tune import Failed, Reported
@@ -21,6 +23,7 @@ from hydra_tune.pool.job import OVER
 from hydra_tune.train.data.loader_clock import DrawClock, LoaderInterrupt
 from tests.support.hanging import hanging, have_others_not_age
 from tests.support.parallel import PARALLEL
+from tests.support.together import together
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, one_batch, running, task
 
 pytestmark = pytest.mark.timeout(120)
@@ -536,3 +539,39 @@ def test_a_trial_whose_turn_comes_while_a_group_chooses_runs_though_the_group_le
         jobs = [pool.submit(hung_in(gate, number=0, after=0), "first"), pool.submit(drawing(seed=7), "second")]
         assert [job.result(PATIENCE_SECONDS).status for job in jobs] == ["completed", "completed"]
     assert len(made) == carriers
+
+
+class Awaited(Dataset):
+    """Samples that wait for a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        until(self.path.exists)
+        return X[index], Y[index]
+
+
+def dropping(width, p):
+    return nn.Sequential(nn.Linear(8, width), nn.Dropout(p), nn.Linear(width, 4))
+
+
+def test_a_trial_whose_data_hang_while_it_is_compared_keeps_only_that_comparison_waiting(monkeypatch, tmp_path):
+    """The first trial's carrier draws a batch of the second to compare both; trials behind the two do not wait."""
+    monkeypatch.setattr(group_jobs, "_PATIENCE_SECONDS", 0.05)
+    loader = DataLoader(Awaited(tmp_path / "there"), batch_size=8, num_workers=1)
+    with fused(max_concurrent=4) as pool:
+        with together():
+            compared = [
+                pool.submit(task(model=partial(dropping, 16, 0.1))),
+                pool.submit(task(model=partial(dropping, 16, 0.3), train=loader)),
+            ]
+            others = [pool.submit(task(model=partial(dropping, width, 0.1))) for width in (24, 32)]
+        try:
+            assert [job.result(PATIENCE_SECONDS).status for job in others] == ["completed", "completed"]
+        finally:
+            (tmp_path / "there").touch()
+        assert [job.result(PATIENCE_SECONDS).status for job in compared] == ["completed", "completed"]

@@ -690,6 +690,23 @@ def test_what_an_optimizer_keeps_by_the_id_of_a_parameter_is_named_once(place, n
     assert [text.startswith(f"{name} has ") for text in warnings] == [True] * (name is not None)
 
 
+class KeepsAnArray(torch.optim.SGD):
+    """Counts steps in an array beside the state of parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.state["steps"] = self.state.get("steps", np.zeros(3)) + 1
+
+
+def test_an_array_beside_the_state_of_parameters_is_saved(tmp_path):
+    described = task(optimizer=partial(KeepsAnArray, lr=0.1), report_every=1)
+    with HydraExecutor("cpu:1", checkpoint_dir=tmp_path) as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+        assert result.status == "completed", result.error
+        resumed = pool.submit(described, resume_from=result.checkpoint).result(PATIENCE_SECONDS)
+    assert resumed.optimizer_state_dict()["state"]["steps"].tolist() == [6.0] * 3
+
+
 class KeepsItsStart(torch.optim.SGD):
     """Keeps where each parameter began, as a copy or as an alias."""
 

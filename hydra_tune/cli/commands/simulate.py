@@ -41,6 +41,7 @@ Exit codes:
   130  interrupted by Ctrl-C
 """
 _PLOT_BARS = 2000
+_MOST_SEARCHED_UNITS = 1_000_000  # the solver takes far fewer in any useful time; the units of more fill the memory
 _OPTIMUM = ("makespan_seconds", "bound_seconds", "status")
 _WITH_REPLAY = {"recorded", "policy", "as_json"}
 _WORKLOAD = {
@@ -271,6 +272,11 @@ def _check_optimum(scenario: Scenario) -> None:
     speeds = {device.speed for device in scenario.devices}
     if len(speeds) > 1 or scenario.slowdowns or scenario.outages:
         raise ConfigError("--optimum is for devices of one speed without faults; leave out --speeds, --slow and --lose")
+    if scenario.num_units > _MOST_SEARCHED_UNITS:
+        raise ConfigError(
+            f"--optimum is for at most {_MOST_SEARCHED_UNITS:,} units, and the trials have {scenario.num_units:,}; lower "
+            "--steps or --trials, or leave out --optimum"
+        )
     import_ortools(SOLVER)
 
 

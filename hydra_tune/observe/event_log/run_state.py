@@ -125,6 +125,8 @@ def _take_job(state: RunState, data: Mapping[str, Any]) -> None:
         state.restarted.add(key)
     match = _KEY.fullmatch(key)
     name = key if match is None else match[1]
+    if name == "job":  # `Pool.submit` writes so for jobs without a name, and calls them by the key's number
+        name = f"job {key.partition(':')[0]}"
     view = state.trials.get(name, _new(name, len(state.trials)))
     if what == "report":
         metrics = {key: number_of(value) for key, value in data["metrics"].items()}

@@ -96,6 +96,10 @@ class DrawingMember(Protocol):
     def is_stopped(self) -> bool:
         """Whether a driver has asked for the member's end."""
 
+    @property
+    def is_on_preparer(self) -> bool:
+        """Whether the member draws on a preparer's thread, for the preparation of another job."""
+
     def abandon(self) -> bool:
         """Give up waiting for the member; return False if that is impossible or no longer necessary."""
 
@@ -218,6 +222,11 @@ class LoaderWatchdog:
 
     def _look_at_member(self, member: DrawingMember, clock: DrawClock) -> None:
         seconds, key = clock.seconds, member.job.key
+        if seconds >= _PATIENCE_SECONDS and self._leaves_devices:
+            # Both locks, as in `_detach`.
+            with self._core.changed, clock.under_way():
+                if clock.seconds and member.is_on_preparer:
+                    self._replace_preparer(clock.thread)
         self._warn(member.job, clock, seconds)
         limit_now = self._times.warning_seconds if member.is_stopped else self._times.timeout_seconds
         if limit_now is None or seconds < limit_now or self._interrupt(member, clock, seconds):

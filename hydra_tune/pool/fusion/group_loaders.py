@@ -5,8 +5,8 @@ times a second; `FusedPool` (`fused_pool.py`) gives the watch a `MemberLoaders`.
 pool's lock, and a clock's lock comes after the pool's. The module must not know how a group computes.
 
 Note: where members draw. A job in preparation draws its first batch on the preparer's thread, and is watched like any
-trial in preparation. A waiting job that a forming group compares draws on the thread of the group's preparer, which is
-not replaced meanwhile. A joiner draws on the `building` thread, which is replaced if the loader never returns. A member
+trial in preparation. A job that another carrier compares in preparation draws on that carrier's preparer thread, which the
+watch replaces. A joiner draws on the `building` thread, which is replaced if the loader never returns. A member
 of a group draws on the thread that advances the group: the watch logs the loader and finally interrupts it. A loader
 that hangs in a system call blocks its whole group.
 """
@@ -82,6 +82,14 @@ class _DrawingFusedJob(DrawingMember):
     @override
     def is_stopped(self) -> bool:
         return self._entry.stop is not None
+
+    @property
+    @override
+    def is_on_preparer(self) -> bool:
+        clock = self.clock
+        if clock is None or self._entry.candidate is None:
+            return False
+        return not self._table.building.is_at_work_on(clock.thread)
 
     def abandon(self) -> bool:
         """As of `DrawingMember`; a hanging joiner ends, and another thread continues the search for joiners."""

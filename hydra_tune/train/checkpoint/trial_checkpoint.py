@@ -161,7 +161,7 @@ class TrialObjects:
         self._refuse_common(names)
         self._refuse_exchanged()
         # An empty entry is an artefact of the optimizer's defaultdict and not state.
-        states = [(key, value) for key, value in self.optimizer.state.items() if value != {}]
+        states = [(key, value) for key, value in self.optimizer.state.items() if not isinstance(value, dict) or value]
         others = {key: value for key, value in states if not isinstance(key, Tensor)}
         self._optimizer_attributes.warn_of_ids("the state of the optimizer", others)
         self._warn_of_overlaps()

@@ -205,6 +205,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
         (("--speeds", "1,0.5", "--optimum", 1), None),
         (("--slow", "device0,1,0.5", "--optimum", 1), None),
         (("--lose", "device0,1,2", "--optimum", 1), None),
+        (("--steps", 100_000_000_000, "--optimum", 1), None),
         (("--optimum", 1), "ortools.sat.python.cp_model"),
         (("--plot", "x.png"), "matplotlib.figure"),
     ],

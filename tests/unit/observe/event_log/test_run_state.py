@@ -4,11 +4,13 @@ import math
 
 import pytest
 
+from hydra_tune import HydraExecutor
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.observe.event_log.run_figures import run_figures
 from hydra_tune.observe.event_log.run_state import read_run_state
 from tests.unit.observe.event_log.test_writer import content, made, wait_until
+from tests.unit.pool.tasks import short
 
 
 @pytest.fixture
@@ -63,6 +65,14 @@ def test_a_sweep_knows_its_trials_better_than_the_pool(path):
     assert math.isnan(trial.metrics["val_loss"])
     assert (other.number, other.name, other.state) == (2, "other", "queued")
     assert len(read_log(path).units) == 1, "the notes of a sweep are none of a trace's business"
+
+
+def test_jobs_without_names_are_counted_one_by_one(path):
+    with HydraExecutor("cpu:1", event_log=path) as pool:
+        results = pool.run([short(), short(epochs=1)])
+    assert [result.status for result in results] == ["completed", "completed"]
+    views = read_run_state(path).trials
+    assert {name: view.state for name, view in views.items()} == {"job 0": "completed", "job 1": "completed"}
 
 
 def test_a_trial_that_begins_again_is_one_trial(path):
