@@ -7,11 +7,12 @@ stays as it was, and every trial begins there.
 """
 
 import copy
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 from hydra_tune.errors import TaskError
+from hydra_tune.shard.capture.copied_functions import rebind_functions
 from hydra_tune.shard.capture.step_capture import named_state
 
 # On the tensor, because an identity may be that of another object by now, and a pickled tensor keeps its attributes.
@@ -46,7 +47,9 @@ def own_copy(module: _Module, *, is_own: bool = False) -> _Module:
                 f"parameter {name!r} has a hook (register_hook), and each trial copies a model with ready-made parts without "
                 "hooks; build all parts anew in the function that makes the model"
             )
-    copied = copy.deepcopy(module, frozen)
+    memo: dict[int, Any] = {**frozen}
+    copied = copy.deepcopy(module, memo)
+    rebind_functions(copied, memo)
     for buffer in copied.buffers():  # a copy of a buffer has its attributes
         vars(buffer).pop(_MARK, None)
     return copied

@@ -16,6 +16,7 @@ has a model of its own: the weights of a model that the user holds never change.
 import logging
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ from hydra_tune_transformers.refusals import refusals
 
 TRIED = "5.24"
 """Version of the transformers library with which the numbers have been compared."""
+TRIED_SUBCLASSES = {"trl": "1.16"}
+"""Versions of other libraries with which the numbers of their trainers have been compared."""
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -177,6 +180,7 @@ def task_of(
     reasons = [*_versions()] or [*refusals(trainer)]
     if reasons:
         raise RefusedTrainerError(reasons)
+    _warn_of_version(type(trainer))
     args = trainer.args
     # From now on a model with these tensors is copied for each trial; see `own_copy`.
     mark_seen(trainer.model)
@@ -313,6 +317,7 @@ def _evaluation(
             else len(trainer.eval_dataset),
             drops_bad_losses=args.logging_nan_inf_filter,
             compute_objective=compute_objective,
+            log=step.own_loss.log if step.own_loss is not None and step.own_loss.has_metrics else None,
         ),
         "metric": objectives or metric,
         "report_every": _interval(args, strategy, steps),
@@ -367,3 +372,14 @@ def _versions() -> Iterator[str]:
             "the numbers of a Trainer have been compared with transformers %s, and %s is installed; compare a trial with "
             "Trainer.train()", TRIED, version,
         )  # fmt: skip
+
+
+def _warn_of_version(kind: type) -> None:
+    """Log a library of the class of a `Trainer` whose version has not been compared."""
+    for library in dict.fromkeys(base.__module__.partition(".")[0] for base in kind.__mro__):
+        tried, version = TRIED_SUBCLASSES.get(library), getattr(sys.modules.get(library), "__version__", "")
+        if tried is not None and not version.startswith(tried + "."):
+            _LOGGER.warning(
+                "the numbers of a %s have been compared with %s %s, and %s is installed; compare a trial with its train()",
+                kind.__name__, library, tried, version,
+            )  # fmt: skip

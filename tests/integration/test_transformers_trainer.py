@@ -9,6 +9,7 @@ import math
 import re
 import time
 import weakref
+from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -105,6 +106,52 @@ class Distilled(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class Metered(Trainer):
+    """Collects metrics in the loss and averages them in the log, as the trainers of trl."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._seen = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        mode = "train" if self.model.training else "eval"
+        known, (loss, outputs) = (
+            inputs["labels"] != -100,
+            super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch),
+        )
+        count = self.accelerator.gather_for_metrics(known.sum()).sum()
+        scores = outputs["logits"].detach().logsumexp(-1).masked_fill(~known, 0)
+        scores = self.accelerator.gather_for_metrics(scores.sum()).sum()
+        self._metrics[mode]["score"].append((scores / count).item() if count > 0 else 0.0)
+        self._metrics[mode]["half"] += [1 - (count / 2).item(), 0.5]
+        if mode == "train":
+            self._seen += count.item() // 1
+        self._metrics[mode]["seen"] = [self._seen]
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss, None if prediction_loss_only else outputs["logits"] * 2, inputs["labels"]
+
+    def log(self, logs, start_time=None):
+        mode = "train" if self.model.training else "eval"
+        prefix = "eval_" if mode == "eval" else ""
+        logs.update({prefix + name: sum(values) / len(values) for name, values in self._metrics[mode].items()})
+        super().log(logs, start_time)
+        self._metrics[mode].clear()
+
+
+class Doubled(Trainer):
+    """Evaluates otherwise than it trains."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        loss, scores, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return loss * 2, scores, labels
+
+
 CASES = {
     **{kind: {"kind": kind} for kind in KINDS},
     "accumulated, the last step of an epoch shorter": {"gradient_accumulation_steps": 4},
@@ -153,11 +200,24 @@ CASES = {
         "gradient_accumulation_steps": 4,
     },
     "a penalty beside a smoothed loss": {"trainer_class": Penalized, "label_smoothing_factor": 0.1},
+    "metrics of the loss's own": {
+        "kind": "causal language model",
+        "trainer_class": Metered,
+        "gradient_accumulation_steps": 2,
+    },
+    "a prediction step of one's own": {"kind": "token classification", "trainer_class": Doubled},
+    "recomputed activations": {"kind": "causal language model", "activation_checkpointing": True},
     "distillation": {"kind": "a module of one's own", "trainer_class": Distilled},
     "weights in bfloat16": {"given": {"model_init": lambda: text_model().to(torch.bfloat16)}},
 }
-OWN_LOSSES = ("a weighted loss", "a penalty beside the stock loss", "distillation")
-FAST_CUTS = ("accumulated by tokens", "a weighted loss")
+OWN_LOSSES = (
+    "a weighted loss",
+    "a penalty beside the stock loss",
+    "metrics of the loss's own",
+    "a prediction step of one's own",
+    "distillation",
+)
+FAST_CUTS = ("accumulated by tokens", "a weighted loss", "metrics of the loss's own")
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +275,24 @@ def test_a_model_that_is_cut_has_the_same_bits(stock, name):
         (result,) = pool.run([task_from_trainer(make)])
     assert result.num_shards == 3
     assert_same(result, weights, reports)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_metrics_of_the_losses_own_are_reported_without_counts_of_the_training(tmp_path, is_alone):
+    own = {"trainer_class": Metered, "metric_for_best_model": "score"}
+    make = making(
+        tmp_path, "causal language model", **own, **({"given": {"compute_metrics": None}} if is_alone else {})
+    )
+    _, reports, _ = trained(make)
+    assert {"eval_score", "eval_half", "eval_seen"} <= reports[0].keys()
+    task = task_from_trainer(make)
+    assert task.metric == "val_score"
+    for _ in range(2):
+        result = train_plain(task)
+        assert {"val_score", "val_half"} <= result.metrics.keys()
+        assert "val_seen" not in result.metrics
+        assert result.metrics["val_score"] == reports[-1]["eval_score"]
+    assert trainer_from_result(make, result).evaluate()["eval_score"] == reports[-1]["eval_score"]
 
 
 @pytest.mark.slow
@@ -577,6 +655,24 @@ class Gathering(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
+class Gathered(Metered):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss if return_outputs else loss / self.accelerator.gather_for_metrics(inputs["labels"].numel() * loss)
+
+
+class Sparse(Metered):
+    def log(self, logs, start_time=None):
+        if self.state.global_step > 3:
+            super().log(logs, start_time)
+
+
+class Scheduled(Metered):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss * 2 if self._seen > 10 else loss
+
+
 class Unscaled(Trainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -629,7 +725,10 @@ REFUSALS = {
     "the best model": (
         {"load_best_model_at_end": True, "save_strategy": "epoch"}, "load_best_model_at_end=True: leave it out"
     ),
-    "recomputation": ({"activation_checkpointing": True}, "activation_checkpointing=True: leave it out; the pool recomputes"),
+    "reentrant recomputation": (
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+        "activation_checkpointing=True with use_reentrant=True: leave use_reentrant out",
+    ),
     "noise": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: leave it out"),
     "a compiler": ({"torch_compile": True}, "torch_compile=True: leave it out, and set compile="),
     "batch sizes": ({"auto_find_batch_size": True}, "auto_find_batch_size=True: give per_device_train_batch_size"),
@@ -685,6 +784,9 @@ def test_what_would_not_be_exact_is_refused(tmp_path, name):
         (Noisy, "compute_loss of Noisy changes self.noise, which trials of a search would share"),
         (Lazy, "compute_loss of Lazy changes self.first, which trials of a search would share"),
         (Gathering, "compute_loss reads self.accelerator.gather, which a trial in the pool lacks"),
+        (Gathered, "the loss of Gathered follows from accelerator.gather_for_metrics, which is for metrics: compute"),
+        (Scheduled, "compute_loss asks for a count over the training, which a trial in the pool lacks: compute"),
+        (Sparse, "log of Sparse reads self.state, which a trial in the pool lacks"),
     ],
 )
 def test_a_loss_that_reads_or_changes_the_training_fails_by_name(tmp_path, kind, message):
@@ -817,6 +919,26 @@ def test_arguments_of_a_subclass_are_the_losses_own(tmp_path):
     )
     task = task_from_trainer(making(tmp_path, given={"args": arguments}, trainer_class=Weighted))
     assert task.step.own_loss.method.__self__.args.gamma == 2
+
+
+@dataclasses.dataclass
+class OtherDefaults(transformers.TrainingArguments):
+    neftune_noise_alpha: float = 5.0
+    activation_offloading: bool = False
+
+
+def test_defaults_and_arguments_of_a_subclass_are_refused_as_those_of_the_library(tmp_path):
+    arguments = OtherDefaults(
+        str(tmp_path),
+        activation_offloading=True,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        eval_strategy="epoch",
+    )
+    with pytest.raises(RefusedTrainerError, match=r"neftune_noise_alpha=5\.0: leave it out") as refused:
+        task_from_trainer(making(tmp_path, given={"args": arguments}))
+    assert any("activation_offloading=True: leave it out; the pool spills" in each for each in refused.value.reasons)
 
 
 def test_every_argument_of_the_installed_version_is_known():
