@@ -16,6 +16,9 @@ Note: metrics. Trainers of trl append to `self._metrics["train"]` and `self._met
 lists. Each call has a copy of `_metrics`. The pool gives the values of an evaluation to `log`; values of the training are
 left out. A value from `accelerator.gather_for_metrics` is a `GatheredMetric` (`gathered.py`). A number that `compute_loss`
 counts on `self` is unknown, and a metric made of the number is left out.
+
+Note: modules around the model. An attribute may be a module that contains the model, such as `self.loss` of
+sentence-transformers. The override gets a copy of the attribute around the trial's model (`around.py`).
 """
 
 import ast
@@ -41,6 +44,7 @@ from transformers import Trainer
 
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.python_state.code_names import global_names
+from hydra_tune_transformers.around import ModelWithLosses, has_state, losses_around, placed
 from hydra_tune_transformers.gathered import GatheredMetric
 
 _SETTINGS = frozenset(
@@ -82,6 +86,7 @@ class OwnLoss:
     Args:
         method: `compute_loss`, bound to a `Trainer` without training.
         of_model: attributes that are the model.
+        around_model: attributes that are modules around the model, without parameters or buffers of their own.
         counts: attributes that `compute_loss` sets, in a class with metrics.
         has_metrics: whether the class collects metrics in `_metrics`.
         has_prediction_step: whether `prediction_step` is overridden as well.
@@ -89,6 +94,7 @@ class OwnLoss:
 
     method: MethodType
     of_model: frozenset[str]
+    around_model: frozenset[str]
     counts: frozenset[str]
     has_metrics: bool
     has_prediction_step: bool
@@ -136,7 +142,7 @@ class OwnLoss:
         owner = self._owner(module, name)
         names = set(vars(owner))
         # A copy, because overrides take the labels out, and an evaluation reads them afterwards.
-        value = getattr(type(owner), name)(owner, module, copy.copy(batch), **arguments)
+        value = getattr(type(owner), name)(owner, owner.model, copy.copy(batch), **arguments)
         # At the powers of two.
         now = _contents(vars(shared)) if num_calls & (num_calls - 1) == 0 else before
         changed = [name for name, content in now.items() if content != before[name]]
@@ -154,7 +160,12 @@ class OwnLoss:
         """Return a `self` of one call, because trials on several threads share the task."""
         shared: Any = self.method.__self__
         owner = object.__new__(type(shared))
-        own = dict.fromkeys(self.of_model, module) | {name: GatheredMetric(None) for name in self.counts}
+        model, losses = (
+            (module.model, dict(module.losses.items())) if isinstance(module, ModelWithLosses) else (module, {})
+        )
+        own = dict.fromkeys(self.of_model, model) | {name: GatheredMetric(None) for name in self.counts}
+        own |= {name: placed(vars(shared)[name], model) for name in self.around_model}
+        own |= {name: placed(loss, model) for name, loss in losses.items()}
         if self.has_metrics:
             own[_METRICS] = copy.deepcopy(vars(shared)[_METRICS])
         vars(owner).update(vars(shared) | own | {_METHOD: method})
@@ -179,11 +190,14 @@ def own_loss_of(trainer: Trainer) -> OwnLoss | None:
     }
     shared: Any = object.__new__(type(kind.__name__, (kind, _TrainerWithoutTraining), rules))
     vars(shared).update(settings | own | {"accelerator": _SingleProcessAccelerator()})
-    for name in of_model:
+    losses = {name: loss for name, loss in losses_around(trainer).items() if name in own}
+    vars(shared).update(losses)
+    for name in (*of_model, *filter(lambda name: has_state(losses[name]), losses)):
         del vars(shared)[name]
     return OwnLoss(
         method=shared.compute_loss,
         of_model=_THE_MODEL | of_model,
+        around_model=frozenset(losses).intersection(vars(shared)),
         counts=_set_by_loss(kind) & own.keys() if has_metrics(trainer) else frozenset(),
         has_metrics=has_metrics(trainer),
         has_prediction_step=has_prediction_step,

@@ -17,6 +17,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallbac
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hydra_tune.task import length_of
+from hydra_tune_transformers.around import has_state, holds_part, losses_around
 from hydra_tune_transformers.own_loss import has_metrics, own_loss_of, refused_attributes
 
 TAKEN_OVER = frozenset(
@@ -166,6 +167,8 @@ _MAY_OVERRIDE = frozenset(
         "_get_train_sampler",
         "_get_eval_sampler",
         "_set_signature_columns_if_needed",
+        "get_train_dataloader",
+        "get_eval_dataloader",
         # Of no training without checkpoints, and the `Trainer` of `trainer_from_result` has them.
         "get_test_dataloader",
         "predict",
@@ -183,18 +186,37 @@ _TRIED = frozenset(
     [
         "trl.trainer.sft_trainer.SFTTrainer.training_step",  # enters the context of `activation_offloading`, refused below
         "trl.trainer.sft_trainer.SFTTrainer.evaluate",  # prepares a dataset that is given to it
+        "sentence_transformers.base.trainer.BaseTrainer.evaluate",  # as above
+        "sentence_transformers.base.trainer.BaseTrainer.evaluation_loop",  # calls an evaluator, refused below
+        "sentence_transformers.base.trainer.BaseTrainer.log",  # logs parts of a loss, whose collection is refused
+        "sentence_transformers.base.trainer.BaseTrainer.call_model_init",  # with a model_init, refused below
     ]
 )
 """Methods of other libraries that change no number of a training and an evaluation."""
 _WITHOUT_AUTOCAST = frozenset(["trl.trainer.sft_trainer.SFTTrainer.compute_loss"])
 """Losses with no operator outside of the model's forward that autocast would change."""
 _OF_THE_LOSS = frozenset({"compute_loss", "training_step", "loss_is_scaled_for_ga"})
+_ZEROING = frozenset(["sentence_transformers.base.trainer._OptimizerZeroGradCallback"])
+"""Callbacks that zero the gradients of losses, as the pool zeroes all gradients of the optimizer."""
+_WITHOUT_NUMBERS = frozenset(["sentence_transformers.base.model_card.BaseModelCardCallback"])
+"""Callbacks that change no number, also as a base of other libraries' classes."""
 _CALLBACKS = (DefaultFlowCallback, ProgressCallback, PrinterCallback, EarlyStoppingCallback)
 
 
 def refusals(trainer: Trainer) -> Iterator[str]:
     """Describe everything of a `Trainer` that is refused, each with the remedy."""
-    for look in (_arguments, _values, _forward, _loss_scale, _code, refused_attributes, _callbacks, _data, _model):
+    for look in (
+        _arguments,
+        _values,
+        _forward,
+        _loss_scale,
+        _code,
+        refused_attributes,
+        _losses,
+        _callbacks,
+        _data,
+        _model,
+    ):
         yield from look(trainer)
 
 
@@ -299,7 +321,9 @@ def _callbacks(trainer: Trainer) -> Iterator[str]:
     for callback in trainer.callback_handler.callbacks:
         kind = type(callback)
         # By name, because the module of this class imports IPython.
-        if kind.__name__ == "NotebookProgressCallback" or kind in _CALLBACKS:
+        if kind.__name__ == "NotebookProgressCallback" or kind in _CALLBACKS or _name_of(kind) in _ZEROING:
+            continue
+        if _is_of_tried_library(kind) and not _WITHOUT_NUMBERS.isdisjoint(map(_name_of, kind.__mro__)):
             continue
         yield (
             f"the callback {kind.__name__}, which the pool would not call: leave it out; a result's history has all reports, "
@@ -310,8 +334,31 @@ def _callbacks(trainer: Trainer) -> Iterator[str]:
         yield "EarlyStoppingCallback without metric_for_best_model and eval_strategy, which it needs; give both"
 
 
+def _is_of_tried_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in {name.partition(".")[0] for name in _WITHOUT_NUMBERS}
+
+
+def _losses(trainer: Trainer) -> Iterator[str]:
+    if getattr(trainer, "evaluator", None) is not None:  # of sentence-transformers
+        yield "an evaluator, which the pool would not call: call it with trainer_from_result(make_trainer, result).model"
+    if trainer.model_init is not None and type(trainer).call_model_init is not Trainer.call_model_init:
+        yield "a model_init that call_model_init puts into the loss: give model=, made in the function that makes the Trainer"
+    for name, loss in losses_around(trainer).items():
+        text = f"self.{name} of {type(trainer).__name__}, a module around the model"
+        if holds_part(vars(trainer)[name], trainer.model):
+            yield f"{text}, which holds a part of the model as well: read the part from the model"
+        if trainer.model_init is not None:
+            yield f"{text}, and a model_init: give model=, and make the module in the function that makes the Trainer"
+        if has_state(loss) and trainer.args.max_grad_norm:
+            yield f"{text}, with tensors of its own, whose gradients Trainer does not clip: set max_grad_norm=0"
+        if has_state(loss) and _ZEROING.isdisjoint(_name_of(type(each)) for each in trainer.callback_handler.callbacks):
+            yield f"{text}, with tensors of its own, whose gradients Trainer does not zero: make these a part of the model"
+
+
 def _data(trainer: Trainer) -> Iterator[str]:
-    if trainer.train_dataset is None:
+    if isinstance(trainer.train_dataset, dict):
+        yield "several train_datasets, which have not been tried: give one"
+    elif trainer.train_dataset is None:
         yield "no train_dataset: give the Trainer one"
     elif _has_no_length(trainer.train_dataset):
         yield "a train_dataset without a length: give a dataset with len() and indices"

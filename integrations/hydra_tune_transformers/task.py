@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hydra_tune import TrainTask
 from hydra_tune.train.own_copy import mark_seen, own_copy
+from hydra_tune_transformers.around import module_of, replace_model
 from hydra_tune_transformers.data import AheadLoader, SameOrder
 from hydra_tune_transformers.errors import RefusedTrainerError
 from hydra_tune_transformers.evaluation import EarlyStop, TrainerEvaluation, TrainerMetrics
@@ -42,7 +43,7 @@ from hydra_tune_transformers.refusals import refusals
 
 TRIED = "5.24"
 """Version of the transformers library with which the numbers have been compared."""
-TRIED_SUBCLASSES = {"trl": "1.16"}
+TRIED_SUBCLASSES = {"trl": "1.16", "sentence_transformers": "6.2"}
 """Versions of other libraries with which the numbers of their trainers have been compared."""
 
 _LOGGER = logging.getLogger(__name__)
@@ -92,9 +93,8 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
     trainer = make_trainer()
     # A copy, because Trainers of a script may share one model, and every trial begins with the weights of that model.
     model = _align(own_copy(trainer.model), trainer.processing_class)
-    # `Trainer` holds the model in three places, and hands the model of the third to callbacks.
-    trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
-    model.load_state_dict(result.state_dict())
+    replace_model(trainer, model)
+    module_of(trainer).load_state_dict(result.state_dict())
     return trainer
 
 
@@ -156,7 +156,8 @@ class _TrainersModel:
 
     def __call__(self) -> nn.Module:
         trainer = self.make_trainer()
-        return _align(trainer.model, trainer.processing_class)
+        _align(trainer.model, trainer.processing_class)
+        return module_of(trainer)
 
 
 def task_of(
@@ -183,13 +184,14 @@ def task_of(
     _warn_of_version(type(trainer))
     args = trainer.args
     # From now on a model with these tensors is copied for each trial; see `own_copy`.
-    mark_seen(trainer.model)
+    module = module_of(trainer)
+    mark_seen(module)
     if trainer.model_init is not None:
         set_seed(args.seed)  # as train(), before it makes the loader, whose order goes by the seed
     prepared = trainer.get_train_dataloader()
     length = _Length.of(args, len(prepared))
     try:
-        param_groups, optimizer = recipe_of(trainer.create_optimizer(), trainer.model)
+        param_groups, optimizer = recipe_of(trainer.create_optimizer(), module)
     except ValueError as error:
         raise RefusedTrainerError([f"its optimizer: {error}"]) from error
     if args.max_grad_norm and (outside := _unfrozen_outside(trainer.model, param_groups)):
@@ -292,7 +294,8 @@ def _evaluation(
     metric = "val_loss" if best is None else "val_" + best.removeprefix("eval_")
     loader = AheadLoader(trainer.get_eval_dataloader())
     batch_sampler: Any = loader.batch_sampler
-    has_generator = getattr(batch_sampler.sampler, "generator", None) is not None
+    parts = (batch_sampler, batch_sampler.sampler)
+    has_generator = any(getattr(part, "generator", None) is not None for part in parts)
     config = getattr(trainer.model, "config", None)
     ignored = [] if config is None else getattr(config, "keys_to_ignore_at_inference", ["cache"])
     with_predictions = trainer.compute_metrics is not None and not args.prediction_loss_only

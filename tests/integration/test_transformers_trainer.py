@@ -144,6 +144,94 @@ class Metered(Trainer):
         self._metrics[mode].clear()
 
 
+class Contrast(torch.nn.Module):
+    """A loss that calls the model, as those of sentence-transformers."""
+
+    def __init__(self, model, scale=1.0):
+        super().__init__()
+        self.model, self.scale, self.inner = model, scale, torch.nn.ModuleList([torch.nn.CrossEntropyLoss()])
+
+    def forward(self, inputs, labels):
+        return self.inner[0](self.model(**inputs)["logits"] * self.scale, labels)
+
+
+class Scaled(Contrast):
+    """A loss with a parameter and a buffer of its own."""
+
+    def __init__(self, model):
+        super().__init__(model, torch.nn.Parameter(torch.tensor(0.7)))
+        self.register_buffer("shift", torch.tensor([0.0, 0.5, 1.0]))
+
+    def forward(self, inputs, labels):
+        return super().forward(inputs, labels) + (self.shift * self.scale).square().mean()
+
+
+class Losses(Trainer):
+    """Computes its loss by a module around the model, whose parameters it trains, too."""
+
+    kind = Contrast
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.loss = self.kind(self.model)
+        self.add_callback(ZeroGrad())
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        assert self.loss.model is model
+        labels = inputs.pop("labels")
+        loss = self.loss(inputs, labels)
+        return (loss, {}) if return_outputs else loss
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.loss.parameters(), lr=self.args.learning_rate)
+        return self.optimizer
+
+
+class ScaledLosses(Losses):
+    kind = Scaled
+
+
+class ZeroGrad(TrainerCallback):
+    def on_step_end(self, args, state, control, optimizer, **kwargs):
+        optimizer.zero_grad()
+
+
+class EpochSampler(torch.utils.data.SequentialSampler):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = list(super().__iter__())
+        return iter(order[self.epoch * 7 :] + order[: self.epoch * 7])
+
+
+class OwnOrder(Trainer):
+    """Draws in orders of its own."""
+
+    def _get_train_sampler(self, train_dataset=None):
+        return EpochSampler(self.train_dataset)
+
+    def _get_eval_sampler(self, eval_dataset):
+        return EpochSampler(eval_dataset)
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self):
+        generator = torch.Generator().manual_seed(9)
+        loader = torch.utils.data.DataLoader(
+            self.train_dataset, batch_size=5, shuffle=True, generator=generator, collate_fn=self.data_collator
+        )
+        return self.accelerator.prepare(loader)
+
+
+class PlainLoader(Trainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=5, collate_fn=self.data_collator)
+
+
 class Doubled(Trainer):
     """Evaluates otherwise than it trains."""
 
@@ -206,6 +294,8 @@ CASES = {
         "gradient_accumulation_steps": 2,
     },
     "a prediction step of one's own": {"kind": "token classification", "trainer_class": Doubled},
+    "a sampler that is told the epoch": {"trainer_class": OwnOrder, "num_train_epochs": 3},
+    "a loader of one's own": {"trainer_class": OwnLoader},
     "recomputed activations": {"kind": "causal language model", "activation_checkpointing": True},
     "distillation": {"kind": "a module of one's own", "trainer_class": Distilled},
     "weights in bfloat16": {"given": {"model_init": lambda: text_model().to(torch.bfloat16)}},
@@ -215,6 +305,8 @@ OWN_LOSSES = (
     "a penalty beside the stock loss",
     "metrics of the loss's own",
     "a prediction step of one's own",
+    "a sampler that is told the epoch",
+    "a loader of one's own",
     "distillation",
 )
 FAST_CUTS = ("accumulated by tokens", "a weighted loss", "metrics of the loss's own")
@@ -275,6 +367,73 @@ def test_a_model_that_is_cut_has_the_same_bits(stock, name):
         (result,) = pool.run([task_from_trainer(make)])
     assert result.num_shards == 3
     assert_same(result, weights, reports)
+
+
+@pytest.fixture
+def with_losses(monkeypatch, tmp_path):
+    """Makes trainers of `Losses`; their callback counts as the one of sentence-transformers."""
+    monkeypatch.setattr(refusals, "_ZEROING", {f"{__name__}.ZeroGrad"})
+
+    def make(kind, **arguments):
+        own = {"compute_metrics": None, "model": None, "model_init": None}
+        shared = text_model()
+
+        def fresh():
+            transformers.set_seed(3)
+            own["model"] = shared if arguments.get("is_shared") else text_model()
+            rest = {name: value for name, value in arguments.items() if name != "is_shared"}
+            return making(tmp_path, trainer_class=kind, given=own, **rest)()
+
+        return fresh
+
+    return make
+
+
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("kind", [Losses, ScaledLosses])
+def test_a_loss_around_the_model_is_trained_with_it(with_losses, kind, is_shared, shards):
+    clipping = {"max_grad_norm": 0.0} if kind is ScaledLosses else {}
+    make = with_losses(kind, is_shared=is_shared, gradient_accumulation_steps=2, **clipping)
+    task = task_from_trainer(make)
+    with HydraExecutor("cpu:2", **({"num_shards": shards} if shards > 1 else {})) as pool:
+        results = pool.run([task, task])
+    assert {result.num_shards for result in results} == {shards}
+    again = trainer_from_result(make, results[0])
+    assert again.loss.model is again.model
+    assert again.evaluate()["eval_loss"] == results[0].metrics["val_loss"]
+    plain = train_plain(task)
+    stock = make()
+    stock.train()  # last, because the model may be shared
+    weights = stock.model.state_dict()
+    if kind is ScaledLosses:
+        own = {f"losses.loss.{name}": getattr(stock.loss, name).detach() for name in ("scale", "shift")}
+        weights = {f"model.{name}": value for name, value in weights.items()} | own
+        assert weights["losses.loss.scale"] != 0.7
+    reports = [entry for entry in stock.state.log_history if "eval_loss" in entry]
+    for result in (plain, *results):
+        assert_same(result, weights, reports)
+
+
+class PartLosses(Losses):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.loss.inner.append(self.model.classifier)
+
+
+def test_a_loss_around_the_model_that_would_not_be_exact_is_refused(tmp_path, with_losses):
+    with pytest.raises(RefusedTrainerError, match="whose gradients Trainer does not clip: set max_grad_norm=0"):
+        task_from_trainer(with_losses(ScaledLosses))
+    with pytest.raises(
+        RefusedTrainerError, match=r"self.loss of PartLosses, .*, which holds a part of the model as well"
+    ):
+        task_from_trainer(with_losses(PartLosses))
+    with pytest.raises(RefusedTrainerError, match="and a model_init: give model=, and make the module in the function"):
+        task_from_trainer(making(tmp_path, trainer_class=Losses))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(refusals, "_ZEROING", frozenset())
+        with pytest.raises(RefusedTrainerError, match="whose gradients Trainer does not zero: make these a part"):
+            task_from_trainer(with_losses(ScaledLosses, max_grad_norm=0.0))
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
@@ -563,16 +722,6 @@ class Epochs(Rows):
         """Change the order or the samples of the epoch."""
 
 
-class EpochSampler(torch.utils.data.SequentialSampler):
-    def set_epoch(self, epoch):
-        """Change the order of the epoch."""
-
-
-class OwnOrder(Trainer):
-    def _get_train_sampler(self, train_dataset=None):
-        return EpochSampler(self.train_dataset)
-
-
 def given(**arguments):
     return {"given": arguments}
 
@@ -753,7 +902,9 @@ REFUSALS = {
     "endless data": ({"max_steps": 2} | given(train_dataset=Endless()), "a train_dataset without a length"),
     "data that are told the epoch": (given(train_dataset=Epochs([{}])), "the dataset Epochs has set_epoch.*count its passes"),
     "validation data that are told the epoch": (given(eval_dataset=Epochs([{}])), "the dataset Epochs has set_epoch"),
-    "a sampler that is told the epoch": ({"trainer_class": OwnOrder}, "the sampler EpochSampler has set_epoch"),
+    "a loader that accelerate does not know": (
+        {"trainer_class": PlainLoader}, "a loader of the class DataLoader.*: return self.accelerator.prepare"
+    ),
     "several validation sets": (given(eval_dataset={"a": Rows([]), "b": Rows([])}), "several eval_datasets: give one"),
     "a seeded collator": (given(data_collator=Seeded()), "Seeded with a seed, which trials would share"),
     "an evaluation after the last step": (
