@@ -152,6 +152,7 @@ def assert_same(result, trained):
     assert [entry["train_loss"] for entry in result.history] == pytest.approx(logged, abs=1e-6)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_task_is_the_trainers_training(stock, name):
     make, trained = stock(name)
