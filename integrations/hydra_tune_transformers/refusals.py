@@ -271,7 +271,10 @@ def _values(trainer: Trainer) -> Iterator[str]:
 
 def _forward(trainer: Trainer) -> Iterator[str]:
     args, compute_loss = trainer.args, type(trainer).compute_loss
-    if args.activation_checkpointing and (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+    # Without the cache that checkpointing turns off, models may take other kernels; the loss of trl has turned the cache off.
+    if args.activation_checkpointing and _name_of(compute_loss) not in _WITHOUT_AUTOCAST:
+        yield "activation_checkpointing=True: leave it out; the pool recomputes activations where a device lacks room for them"
+    elif args.activation_checkpointing and (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
         yield "activation_checkpointing=True with use_reentrant=True: leave use_reentrant out, which has other gradients"
     has_loss = own_loss_of(trainer) is not None and _name_of(compute_loss) not in _WITHOUT_AUTOCAST
     if args.bf16 and (has_loss or trainer.label_smoother is not None or trainer.compute_loss_func is not None):

@@ -295,7 +295,8 @@ def _evaluation(
     loader = AheadLoader(trainer.get_eval_dataloader())
     batch_sampler: Any = loader.batch_sampler
     parts = (batch_sampler, batch_sampler.sampler)
-    has_generator = any(getattr(part, "generator", None) is not None for part in parts)
+    # An evaluation begins with the first pass, of a new loader.
+    has_generator = any(hasattr(part, "set_epoch") or getattr(part, "generator", None) is not None for part in parts)
     config = getattr(trainer.model, "config", None)
     ignored = [] if config is None else getattr(config, "keys_to_ignore_at_inference", ["cache"])
     with_predictions = trainer.compute_metrics is not None and not args.prediction_loss_only

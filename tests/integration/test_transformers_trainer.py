@@ -296,7 +296,6 @@ CASES = {
     "a prediction step of one's own": {"kind": "token classification", "trainer_class": Doubled},
     "a sampler that is told the epoch": {"trainer_class": OwnOrder, "num_train_epochs": 3},
     "a loader of one's own": {"trainer_class": OwnLoader},
-    "recomputed activations": {"kind": "causal language model", "activation_checkpointing": True},
     "distillation": {"kind": "a module of one's own", "trainer_class": Distilled},
     "weights in bfloat16": {"given": {"model_init": lambda: text_model().to(torch.bfloat16)}},
 }
@@ -874,10 +873,7 @@ REFUSALS = {
     "the best model": (
         {"load_best_model_at_end": True, "save_strategy": "epoch"}, "load_best_model_at_end=True: leave it out"
     ),
-    "reentrant recomputation": (
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-        "activation_checkpointing=True with use_reentrant=True: leave use_reentrant out",
-    ),
+    "recomputation": ({"activation_checkpointing": True}, "activation_checkpointing=True: leave it out; the pool recomputes"),
     "noise": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: leave it out"),
     "a compiler": ({"torch_compile": True}, "torch_compile=True: leave it out, and set compile="),
     "batch sizes": ({"auto_find_batch_size": True}, "auto_find_batch_size=True: give per_device_train_batch_size"),
