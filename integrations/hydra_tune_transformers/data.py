@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from accelerate.data_loader import SeedableRandomSampler
+from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from torch.utils.data import DataLoader
 
 from hydra_tune.errors import TaskError
@@ -29,16 +29,15 @@ class AheadLoader(DataLoader[Any]):
     """
 
     def __init__(self, prepared: Any, short_pass: tuple[int, int] | None = None) -> None:
+        if not isinstance(prepared, DataLoaderShard):
+            reason = (
+                f"a loader of the class {type(prepared).__name__}, which draws at other times than that of accelerate"
+            )
+            raise RefusedTrainerError([f"{reason}: return self.accelerator.prepare(loader)"])
+        if hasattr(prepared.dataset, "set_epoch"):
+            reason = f"the dataset {type(prepared.dataset).__name__} has set_epoch(), which the pool would not call"
+            raise RefusedTrainerError([f"{reason}: let the dataset count its passes"])
         sampler: Any = getattr(prepared.batch_sampler, "sampler", None)
-        for name, part in (
-            ("dataset", prepared.dataset),
-            ("batch sampler", prepared.batch_sampler),
-            ("sampler", sampler),
-        ):
-            # Accelerate's sampler counts its passes itself, and its `set_epoch` changes nothing then.
-            if hasattr(part, "set_epoch") and not isinstance(part, SeedableRandomSampler):
-                reason = f"the {name} {type(part).__name__} has set_epoch(), which the pool would not call"
-                raise RefusedTrainerError([f"{reason}: let the {name} count its passes"])
         super().__init__(
             prepared.dataset,
             batch_sampler=prepared.batch_sampler,
@@ -55,6 +54,12 @@ class AheadLoader(DataLoader[Any]):
             sampler.generator = torch.Generator()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]  # a generator, as in accelerate
+        # As accelerate, of the samplers, which are copied for each trial.
+        parts: tuple[Any, ...] = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
+        for part in parts:
+            # Accelerate's sampler counts its passes itself, and its `set_epoch` changes nothing then.
+            if hasattr(part, "set_epoch") and not isinstance(part, SeedableRandomSampler):
+                part.set_epoch(self.num_passes)
         # Torch's own iterator at once: it draws a number, and a pass whose later batches draw none can be saved within.
         return self._ahead(super().__iter__())
 
@@ -83,11 +88,18 @@ class SameOrder:
         # A copy of each object down to the generator: the loader itself must stay as before the first pass.
         loader = copy.copy(self._loader)
         batch_sampler: Any = copy.copy(loader.batch_sampler)
-        batch_sampler.sampler = copy.copy(batch_sampler.sampler)
-        generator = batch_sampler.sampler.generator
-        batch_sampler.sampler.generator = torch.Generator().manual_seed(generator.initial_seed())
+        if getattr(batch_sampler.sampler, "generator", None) is not None:
+            batch_sampler.sampler = _begun_again(copy.copy(batch_sampler.sampler))
+        if getattr(batch_sampler, "generator", None) is not None:
+            _begun_again(batch_sampler)
         vars(loader)["batch_sampler"] = batch_sampler  # torch refuses the assignment
         return loader
+
+
+def _begun_again(sampler: Any) -> Any:
+    """Give a sampler a generator as at the beginning."""
+    sampler.generator = torch.Generator().manual_seed(sampler.generator.initial_seed())
+    return sampler
 
 
 def _as_dict(batch: Any) -> dict[str, Any]:

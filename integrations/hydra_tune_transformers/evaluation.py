@@ -29,6 +29,7 @@ from hydra_tune_transformers.loss import IGNORED_LABEL, ItemCount, TrainerStep
 
 OBJECTIVE = "objective"
 _LOSS, _LOGITS, _LABELS = "loss", "logits", "labels"
+_METRIC = "metric:"
 _PREFIX = "eval_"
 _ONE_AT_A_TIME = threading.Lock()
 """Trials share a metric of the `evaluate` library, which collects predictions in the metric's own attributes."""
@@ -64,6 +65,24 @@ class TrainerEvaluation:
         Raises:
             TaskError: the batch lacks the labels, a prediction or label is not a tensor, or a tuple of such is empty.
         """
+        own = self.step.own_loss
+        if own is not None and own.has_prediction_step:
+            loss, logits, labels, metrics = own.predict(
+                module, batch, loss_alone=not self.with_predictions, ignored=self.ignored_outputs
+            )
+            predictions = self._preprocessed(logits, labels) if self.with_predictions else None
+        else:
+            loss, predictions, labels, metrics = self._stock(module, batch)
+        values: dict[str, Any] = {_LOSS: self._widened(loss.detach().mean())}
+        values |= {_METRIC + name: value for name, value in metrics.items()}
+        if self.with_predictions:
+            for kind, value in ((_LOGITS, predictions), (_LABELS, labels)):
+                for name, tensor in _leaves(kind, value):
+                    values |= _flat(name, tensor)
+        return values
+
+    def _stock(self, module: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any, Any, dict[str, Any]]:
+        """Return loss, predictions, labels and metrics as `Trainer.prediction_step`."""
         has_labels = bool(self.label_names) and all(batch.get(name) is not None for name in self.label_names)
         if not has_labels and (self.label_names or not self.can_return_loss):
             wanted = ", ".join(self.label_names) or "none known"
@@ -73,23 +92,20 @@ class TrainerEvaluation:
             )
         # As in `Trainer.prediction_step`: the count of this batch, not of the batches of an optimizer step.
         total = None if self.item_count is None else self.item_count.tensor(batch)
-        loss, outputs = self.step.loss_and_outputs(module, batch, total)
-        values: dict[str, Any] = {_LOSS: self._widened(loss.detach().mean())}
-        if self.with_predictions:
-            labels = tuple(batch[name] for name in self.label_names)
-            given = labels[0] if len(labels) == 1 else labels
-            for name, tensor in _leaves(_LOGITS, self._predictions(outputs, given)):
-                values |= _flat(name, tensor)
-            for name, tensor in _leaves(_LABELS, given):
-                values |= _flat(name, tensor)
-        return values
+        loss, outputs, metrics = self.step.loss_and_outputs(module, batch, total)
+        labels = tuple(batch[name] for name in self.label_names)
+        given = labels[0] if len(labels) == 1 else labels
+        return loss, self._predictions(outputs, given) if self.with_predictions else None, given, metrics
 
     def _predictions(self, outputs: Any, labels: Any) -> Any:
         if isinstance(outputs, dict):
             logits = tuple(value for name, value in outputs.items() if name not in (*self.ignored_outputs, "loss"))
         else:
             logits = outputs[1:]
-        predictions = self._widened(logits[0] if len(logits) == 1 else logits)
+        return self._preprocessed(logits[0] if len(logits) == 1 else logits, labels)
+
+    def _preprocessed(self, logits: Any, labels: Any) -> Any:
+        predictions = self._widened(logits)
         return predictions if self.preprocess is None else self.preprocess(predictions, labels)
 
     def _widened(self, value: Any) -> Any:
@@ -109,6 +125,7 @@ class TrainerMetrics:
         num_samples: samples in all; None: every batch is full, or the loss of a shorter batch counts as of a full batch.
         drops_bad_losses: whether losses that are NaN or infinite are left out of the mean, where others are finite.
         compute_objective: `{metric: value} -> value` of a search; reported as `objective`.
+        log: adds to the metrics what a `Trainer` has collected itself, `(metrics, {name: values}) -> None`.
     """
 
     compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None
@@ -116,6 +133,7 @@ class TrainerMetrics:
     num_samples: int | None
     drops_bad_losses: bool
     compute_objective: Callable[[dict[str, float]], Any] | None = None
+    log: Callable[[dict[str, Any], dict[str, list[float]]], None] | None = None
 
     def __call__(self, collected: dict[str, Tensor]) -> dict[str, float]:
         """Return the metrics of a pass, without the prefix `eval_`.
@@ -134,6 +152,9 @@ class TrainerMetrics:
         for name in list(metrics):
             if not name.startswith(_PREFIX):
                 metrics[_PREFIX + name] = metrics.pop(name)
+        if self.log is not None:
+            values = {name: value.tolist() for name, value in collected.items() if name.startswith(_METRIC)}
+            self.log(metrics, {name.removeprefix(_METRIC): value for name, value in values.items()})
         for name, value in metrics.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise MetricError(

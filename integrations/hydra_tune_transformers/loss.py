@@ -48,18 +48,23 @@ class TrainerStep:
             batch: the arguments of its forward.
             total: the number of labels of all batches of the optimizer step, float32, where labels are counted.
         """
-        if self.own_loss is not None:
-            self._check_labels(batch)
-            loss: Tensor = self.own_loss(module, batch, total, return_outputs=False)
-            return loss
-        return self.loss_and_outputs(module, batch, total)[0]
-
-    def loss_and_outputs(self, module: nn.Module, batch: Mapping[str, Any], total: Tensor | None) -> tuple[Tensor, Any]:
-        """Return the loss of a batch, and the model's outputs."""
         self._check_labels(batch)
         if self.own_loss is not None:
-            loss, outputs = self.own_loss(module, batch, total, return_outputs=True)
-            return loss, outputs
+            return self.own_loss(module, batch, total)
+        return self._loss_and_outputs(module, batch, total)[0]
+
+    def loss_and_outputs(
+        self, module: nn.Module, batch: Mapping[str, Any], total: Tensor | None
+    ) -> tuple[Tensor, Any, dict[str, Any]]:
+        """Return the loss of a batch, the model's outputs, and the metrics that an own loss has collected."""
+        self._check_labels(batch)
+        if self.own_loss is not None:
+            return self.own_loss.loss_and_outputs(module, batch, total)
+        return *self._loss_and_outputs(module, batch, total), {}
+
+    def _loss_and_outputs(
+        self, module: nn.Module, batch: Mapping[str, Any], total: Tensor | None
+    ) -> tuple[Tensor, Any]:
         # A copy, because the labels leave `inputs` below, and an evaluation reads them from the batch afterwards.
         inputs, labels = dict(batch), None
         if (self.label_smoother is not None or self.loss_function is not None) and "labels" in inputs:

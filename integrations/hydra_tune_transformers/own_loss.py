@@ -1,10 +1,10 @@
 """A `compute_loss` that a subclass of `Trainer` overrides, as the loss of a task.
 
 `own_loss_of` finds the override for the task (`task.py`), and `TrainerStep` (`loss.py`) calls the result in place of the
-stock loss. `refusals.py` asks `own_loss_of` as well, and lists the reasons that `refused_attributes` gives. The override's
-`self` is not the `Trainer`, which is given up, but a `Trainer` without training: the settings of the loss, the attributes
-of the user's own class, a stand-in for the accelerator, and as `self.model` the module of the step. The module must not
-know shards or devices.
+stock loss. `evaluation.py` calls an overridden `prediction_step` and `log` of the same class. `refusals.py` asks
+`own_loss_of` as well, and lists the reasons that `refused_attributes` gives. The override's `self` is not the `Trainer`,
+which is given up, but a `Trainer` without training: the settings of the loss, the attributes of the user's own class, a
+stand-in for the accelerator, and as `self.model` the module of the step. The module must not know shards or devices.
 
 Note: each call has a `self` of its own, but trials share the attributes' contents, and no checkpoint holds the attributes.
 So an override that reads the training (`self.state`), sets an attribute, or changes an attribute's content is refused by
@@ -12,10 +12,19 @@ name: the loss would be another in each trial. Attributes of the user's classes 
 tokenizer's, are compared after the calls 1, 2, 4, 8 and so on of a model, because a large attribute takes milliseconds.
 An attribute that cannot be pickled, such as an open file, is not compared. Trials on several threads call the override at
 once, without a lock.
+
+Note: metrics. Trainers of trl append to `self._metrics["train"]` and `self._metrics["eval"]`, and their `log` averages the
+lists. Each call has a copy of `_metrics`. The pool gives the values of an evaluation to `log`; values of the training are
+left out. A value from `accelerator.gather_for_metrics` is a `GatheredMetric` (`gathered.py`). A number that `compute_loss`
+counts on `self` is unknown, and a metric made of the number is left out.
+
+Note: modules around the model. An attribute may be a module that contains the model, such as `self.loss` of
+sentence-transformers. The override gets a copy of the attribute around the trial's model (`around.py`).
 """
 
 import ast
 import copy
+import dis
 import functools
 import hashlib
 import inspect
@@ -24,7 +33,7 @@ import os
 import pickle
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
@@ -36,6 +45,8 @@ from transformers import Trainer
 
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.python_state.code_names import global_names
+from hydra_tune_transformers.around import ModelWithLosses, has_state, losses_around, placed
+from hydra_tune_transformers.gathered import GatheredMetric
 
 _SETTINGS = frozenset(
     [
@@ -55,8 +66,13 @@ _SETTINGS = frozenset(
     ]
 )
 """Attributes set by the library that an override may read, besides `accelerator` and the model."""
-_UNCHANGED = frozenset({"processing_class", "accelerator"})
-"""Attributes whose contents are not compared: a tokenizer takes long, and the stand-in for the accelerator has none."""
+_UNCHANGED = (transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin)
+"""Classes of attributes whose contents are not compared, because the comparison takes long."""
+_METRICS = "_metrics"
+_TRAINING, _EVALUATION = "train", "eval"
+_METHOD = "_method_called_by_the_pool"
+_NO_MODEL = nn.Module().eval()
+"""The model of a `log`, which asks whether a training or an evaluation has ended."""
 _THE_MODEL = frozenset({"model", "model_wrapped"})
 _LIBRARY = f"{transformers.__path__[0]}{os.sep}"
 _CALLS = weakref.WeakKeyDictionary[nn.Module, tuple[int, dict[str, bytes | None]]]()
@@ -66,50 +82,102 @@ _REMEDY = "write the TrainTask yourself (the page 'Bring a plain PyTorch loop' o
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLoss:
-    """Calls an overridden `compute_loss`.
+    """Calls an overridden `compute_loss`, and an overridden `prediction_step` and `log` beside it.
 
     Args:
         method: `compute_loss`, bound to a `Trainer` without training.
         of_model: attributes that are the model.
+        around_model: attributes that are modules around the model, without parameters or buffers of their own.
+        counts: attributes that `compute_loss` sets, in a class with metrics.
+        has_metrics: whether the class collects metrics in `_metrics`.
+        has_prediction_step: whether `prediction_step` is overridden as well.
     """
 
     method: MethodType
     of_model: frozenset[str]
+    around_model: frozenset[str]
+    counts: frozenset[str]
+    has_metrics: bool
+    has_prediction_step: bool
 
-    def __call__(
-        self, module: nn.Module, batch: Mapping[str, Any], total: Tensor | None, *, return_outputs: bool
-    ) -> Any:
-        """Return the loss, and with `return_outputs` also the model's outputs.
+    def __call__(self, module: nn.Module, batch: Mapping[str, Any], total: Tensor | None) -> Tensor:
+        """Return the loss.
 
         Raises:
             TaskError: the override reads what a trial in the pool lacks, or changes what trials share.
         """
+        loss: Tensor = self._called("compute_loss", module, batch, num_items_in_batch=total)[0]
+        return loss
+
+    def loss_and_outputs(
+        self, module: nn.Module, batch: Mapping[str, Any], total: Tensor | None
+    ) -> tuple[Tensor, Any, dict[str, Any]]:
+        """Return the loss, the model's outputs, and the metrics of an evaluated batch; raises as the call."""
+        arguments = {"return_outputs": True, "num_items_in_batch": total}
+        (loss, outputs), metrics = self._called("compute_loss", module, batch, **arguments)
+        return loss, outputs, metrics
+
+    def predict(
+        self, module: nn.Module, batch: Mapping[str, Any], *, loss_alone: bool, ignored: tuple[str, ...]
+    ) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """Return loss, predictions, labels and metrics of an evaluated batch by `prediction_step`; raises as the call."""
+        arguments = {"prediction_loss_only": loss_alone, "ignore_keys": list(ignored)}
+        (loss, predictions, labels), metrics = self._called("prediction_step", module, batch, **arguments)
+        return loss, predictions, labels, metrics
+
+    def log(self, metrics: dict[str, Any], collected: Mapping[str, list[float]]) -> None:
+        """Let `log` of the class add to the metrics of an evaluation what the class has collected; raises as the call."""
+        owner = self._owner(_NO_MODEL, "log")
+        owner._metrics[_EVALUATION].update(collected)  # noqa: SLF001 - the name in trl
+        # Of the user's class, because `log` of the owner's own class does nothing.
+        above: Any = super(type(owner), owner)
+        above.log(metrics)
+
+    def _called(
+        self, name: str, module: nn.Module, batch: Mapping[str, Any], **arguments: Any
+    ) -> tuple[Any, dict[str, Any]]:
         shared: Any = self.method.__self__
         num_calls, before = _CALLS.get(module) or (0, _contents(shared))
         num_calls += 1
         _CALLS[module] = num_calls, before
-        # Of each call, because trials on several threads share the task.
-        owner = object.__new__(type(shared))
-        vars(owner).update(vars(shared) | dict.fromkeys(self.of_model, module))
+        owner = self._owner(module, name)
         names = set(vars(owner))
         # A copy, because overrides take the labels out, and an evaluation reads them afterwards.
-        options = {"return_outputs": True} if return_outputs else {}
-        value = type(owner).compute_loss(owner, module, copy.copy(batch), num_items_in_batch=total, **options)
+        value = getattr(type(owner), name)(owner, owner.model, copy.copy(batch), **arguments)
         # At the powers of two.
         now = _contents(shared) if num_calls & (num_calls - 1) == 0 else before
         changed = [name for name, content in now.items() if content != before.get(name)]
         # `functools.cached_property` writes past `__setattr__`.
-        for name in (*changed, *(set(vars(owner)) - names)):
-            _refuse_write(shared, name)
-        return value
+        for attribute in (*changed, *(set(vars(owner)) - names)):
+            _refuse_write(shared, attribute)
+        if any(isinstance(each, GatheredMetric) for each in (value if isinstance(value, tuple) else (value,))):
+            raise TaskError(
+                f"the loss of {type(shared).__name__} follows from accelerator.gather_for_metrics, which is for metrics: "
+                f"compute the loss from the batch and the model, or {_REMEDY}"
+            )
+        return value, _evaluated(owner) if self.has_metrics else {}
+
+    def _owner(self, module: nn.Module, method: str) -> Any:
+        """Return a `self` of one call, because trials on several threads share the task."""
+        shared: Any = self.method.__self__
+        owner = object.__new__(type(shared))
+        model, losses = (
+            (module.model, dict(module.losses.items())) if isinstance(module, ModelWithLosses) else (module, {})
+        )
+        own = dict.fromkeys(self.of_model, model) | {name: GatheredMetric(None) for name in self.counts}
+        own |= {name: placed(vars(shared)[name], model) for name in self.around_model}
+        own |= {name: placed(loss, model) for name, loss in losses.items()}
+        if self.has_metrics:
+            own[_METRICS] = copy.deepcopy(vars(shared)[_METRICS])
+        vars(owner).update(vars(shared) | own | {_METHOD: method})
+        return owner
 
 
 def own_loss_of(trainer: Trainer) -> OwnLoss | None:
-    """Return the overridden `compute_loss` of a `Trainer`; None where the library's own computes the loss."""
+    """Return the overridden `compute_loss` of a `Trainer`; None where the library's own computes and evaluates the loss."""
     kind = type(trainer)
-    # By the code's file: a script may have replaced the method of `Trainer` itself, and decorators copy names.
-    code = getattr(kind.compute_loss, "__code__", None)
-    if code is not None and code.co_filename.startswith(_LIBRARY):
+    has_prediction_step = not _is_of_library(kind.prediction_step)
+    if _is_of_library(kind.compute_loss) and not has_prediction_step:
         return None
     own = {name: value for name, value in vars(trainer).items() if name not in _names_of_library(kind)}
     # With a `model_init`, such an attribute keeps the model of before the training.
@@ -121,11 +189,47 @@ def own_loss_of(trainer: Trainer) -> OwnLoss | None:
         "log": _leave_out,
         "__module__": kind.__module__,
     }
-    shared: Any = object.__new__(type(kind.__name__, (kind,), rules))
+    shared: Any = object.__new__(type(kind.__name__, (kind, _TrainerWithoutTraining), rules))
     vars(shared).update(settings | own | {"accelerator": _SingleProcessAccelerator()})
-    for name in of_model:
+    losses = {name: loss for name, loss in losses_around(trainer).items() if name in own}
+    vars(shared).update(losses)
+    for name in (*of_model, *filter(lambda name: has_state(losses[name]), losses)):
         del vars(shared)[name]
-    return OwnLoss(method=shared.compute_loss, of_model=_THE_MODEL | of_model)
+    return OwnLoss(
+        method=shared.compute_loss,
+        of_model=_THE_MODEL | of_model,
+        around_model=frozenset(losses).intersection(vars(shared)),
+        counts=_set_by_loss(kind) & own.keys() if has_metrics(trainer) else frozenset(),
+        has_metrics=has_metrics(trainer),
+        has_prediction_step=has_prediction_step,
+    )
+
+
+def has_metrics(trainer: Trainer) -> bool:
+    """Whether a `Trainer` collects metrics as those of trl: a mapping of lists for training, and one for evaluation."""
+    metrics = vars(trainer).get(_METRICS)
+    return isinstance(metrics, Mapping) and all(
+        isinstance(metrics.get(mode), Mapping) for mode in (_TRAINING, _EVALUATION)
+    )
+
+
+def _is_of_library(function: Any) -> bool:
+    # By the code's file: a script may have replaced the method of `Trainer` itself, and decorators copy names.
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(_LIBRARY)
+
+
+def _evaluated(owner: Any) -> dict[str, Any]:
+    """Return the known metrics that a call has collected for an evaluation: a tensor or a number each."""
+    metrics = {}
+    for name, collected in owner._metrics[_EVALUATION].items():  # noqa: SLF001 - the name in trl
+        values = [each.value if isinstance(each, GatheredMetric) else each for each in collected]
+        if any(value is None for value in values):
+            continue
+        # In double precision, as Python's numbers, of which `log` makes the average.
+        tensors = [value.detach().double() if isinstance(value, Tensor) else value for value in values]
+        metrics[name] = tensors[0] if len(tensors) == 1 else torch.stack([*map(torch.as_tensor, tensors)])
+    return metrics
 
 
 def refused_attributes(trainer: Trainer) -> Iterator[str]:
@@ -241,12 +345,25 @@ def _contents(shared: object) -> dict[str, bytes | None]:
             values = {name: value for name, value in vars(base).items() if not name.startswith("__")}
             attributes |= {name: value for name, value in values.items() if not hasattr(type(value), "__get__")}
     attributes |= vars(shared)
-    return {name: _AttributeDigest().note(value) for name, value in attributes.items() if name not in _UNCHANGED}
+    return {
+        name: _AttributeDigest().note(value)
+        for name, value in attributes.items()
+        if name != "accelerator" and not isinstance(value, _UNCHANGED)
+    }
 
 
 def _names_of_library(kind: type) -> set[str]:
     """Names of the attributes that the library's own classes set on `self`."""
     return set().union(*(_names_set_by(base) for base in kind.__mro__ if base.__module__.startswith("transformers.")))
+
+
+def _set_by_loss(kind: type) -> frozenset[str]:
+    """Names of the attributes that `compute_loss` of the user's own classes sets on `self`."""
+    own = (vars(base).get("compute_loss") for base in kind.__mro__ if not base.__module__.startswith("transformers."))
+    codes = [inspect.unwrap(function).__code__ for function in own if function is not None]
+    return frozenset(
+        each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"
+    )
 
 
 @functools.cache
@@ -256,14 +373,36 @@ def _names_set_by(base: Any) -> frozenset[str]:
     return frozenset(node.attr for node in stores if ast.unparse(node.value) == "self")
 
 
+class _TrainerWithoutTraining(Trainer):  # type: ignore[misc]  # to mypy the library is Any
+    """Stands between the user's classes and `Trainer`, for calls of `super()` that need no training."""
+
+    def log(self, logs: object, *_: Any, **__: Any) -> None:
+        """Keep no log: a result's history has the reports."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[object]:
+        """Enter nothing: the pool has entered the precision."""
+        return nullcontext()
+
+
 class _SingleProcessAccelerator:
-    """Stands in for the `Accelerator`, as far as the stock `compute_loss` asks: one process, and models without wrappers."""
+    """Stands in for the `Accelerator`, as far as losses ask: one process, and models without wrappers."""
 
     num_processes, process_index, is_main_process, is_local_main_process = 1, 0, True, True
     parallelism_config = None
 
     def unwrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         return model
+
+    def gather_for_metrics(self, value: Any, *_: Any, **__: Any) -> GatheredMetric:
+        if not isinstance(value, Tensor):
+            raise TaskError(
+                f"accelerator.gather_for_metrics is given a {type(value).__name__}, and a trial in the pool gathers tensors; "
+                f"gather each tensor, or {_REMEDY}"
+            )
+        return GatheredMetric(value.detach())
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -275,14 +414,17 @@ def _refuse_read(self: Any, name: str) -> NoReturn:
     # Python's own protocols, such as copying, ask for names that need not exist.
     if name.startswith("__") or name not in _names_of_library(type(self)):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    method = vars(self).get(_METHOD, "compute_loss")
     raise TaskError(
-        f"compute_loss of {type(self).__name__} reads self.{name}, which a trial in the pool lacks: compute the loss from the "
-        f"batch, the model and settings, or {_REMEDY}"
+        f"{method} of {type(self).__name__} reads self.{name}, which a trial in the pool lacks: "
+        f"compute the loss from the batch, the model and settings, or {_REMEDY}"
     )
 
 
-def _refuse_write(self: Any, name: str, value: object = None) -> NoReturn:
-    del value
+def _refuse_write(self: Any, name: str, value: object = None) -> None:
+    if isinstance(value, GatheredMetric):  # of this call's `self` alone
+        vars(self)[name] = value
+        return
     raise TaskError(
         f"compute_loss of {type(self).__name__} changes self.{name}, which trials of a search would share and no checkpoint "
         f"holds: leave the change out, report by compute_metrics, or {_REMEDY}"

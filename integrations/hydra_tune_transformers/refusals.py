@@ -17,7 +17,8 @@ from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallbac
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hydra_tune.task import length_of
-from hydra_tune_transformers.own_loss import own_loss_of, refused_attributes
+from hydra_tune_transformers.around import has_state, holds_part, losses_around
+from hydra_tune_transformers.own_loss import has_metrics, own_loss_of, refused_attributes
 
 TAKEN_OVER = frozenset(
     [
@@ -114,6 +115,8 @@ WITHOUT_EFFECT = frozenset(
         "use_cache",
         "fsdp_config",
         "liger_kernel_config",
+        "activation_checkpointing",  # with refused values (`_values`); the pool recomputes where a device lacks room
+        "gradient_checkpointing",
         "activation_checkpointing_kwargs",
         "gradient_checkpointing_kwargs",
         "place_model_on_device",
@@ -126,8 +129,7 @@ REFUSED = {
     "bf16_full_eval": "evaluate in the precision of the training",
     "fp16_full_eval": "evaluate in the precision of the training",
     "tf32": "set torch.backends.cuda.matmul.allow_tf32 for the process",
-    "activation_checkpointing": "leave it out; the pool recomputes activations where a device lacks room for them",
-    "gradient_checkpointing": "leave it out; the pool recomputes activations where a device lacks room for them",
+    "activation_offloading": "leave it out; the pool spills activations where a device lacks room for them",
     "torch_compile": "leave it out, and set compile= of the task, as in dataclasses.replace(task, compile='inductor')",
     "use_liger_kernel": "leave it out; its kernels have other numbers on other devices",
     "neftune_noise_alpha": "leave it out; its hook draws noise for the embeddings in every step",
@@ -158,11 +160,15 @@ remedy of each."""
 _MAY_OVERRIDE = frozenset(
     [
         "compute_loss",  # see `own_loss.py`
+        "prediction_step",  # as above
         "create_optimizer",
         "get_decay_parameter_names",
         "get_optimizer_cls_and_kwargs",
         "_get_train_sampler",
         "_get_eval_sampler",
+        "_set_signature_columns_if_needed",
+        "get_train_dataloader",
+        "get_eval_dataloader",
         # Of no training without checkpoints, and the `Trainer` of `trainer_from_result` has them.
         "get_test_dataloader",
         "predict",
@@ -176,17 +182,45 @@ _MAY_OVERRIDE = frozenset(
         "create_model_card",
     ]
 )
+_TRIED = frozenset(
+    [
+        "trl.trainer.sft_trainer.SFTTrainer.training_step",  # enters the context of `activation_offloading`, refused below
+        "trl.trainer.sft_trainer.SFTTrainer.evaluate",  # prepares a dataset that is given to it
+        "sentence_transformers.base.trainer.BaseTrainer.evaluate",  # as above
+        "sentence_transformers.base.trainer.BaseTrainer.evaluation_loop",  # calls an evaluator, refused below
+        "sentence_transformers.base.trainer.BaseTrainer.log",  # logs parts of a loss, whose collection is refused
+        "sentence_transformers.base.trainer.BaseTrainer.call_model_init",  # with a model_init, refused below
+    ]
+)
+"""Methods of other libraries that change no number of a training and an evaluation."""
+_WITHOUT_AUTOCAST = frozenset(["trl.trainer.sft_trainer.SFTTrainer.compute_loss"])
+"""Losses with no operator outside of the model's forward that autocast would change."""
 _OF_THE_LOSS = frozenset({"compute_loss", "training_step", "loss_is_scaled_for_ga"})
+_ZEROING = frozenset(["sentence_transformers.base.trainer._OptimizerZeroGradCallback"])
+"""Callbacks that zero the gradients of losses, as the pool zeroes all gradients of the optimizer."""
+_WITHOUT_NUMBERS = frozenset(["sentence_transformers.base.model_card.BaseModelCardCallback"])
+"""Callbacks that change no number, also as a base of other libraries' classes."""
 _CALLBACKS = (DefaultFlowCallback, ProgressCallback, PrinterCallback, EarlyStoppingCallback)
 
 
 def refusals(trainer: Trainer) -> Iterator[str]:
     """Describe everything of a `Trainer` that is refused, each with the remedy."""
-    for look in (_arguments, _values, _loss_scale, _code, refused_attributes, _callbacks, _data, _model):
+    for look in (
+        _arguments,
+        _values,
+        _forward,
+        _loss_scale,
+        _code,
+        refused_attributes,
+        _losses,
+        _callbacks,
+        _data,
+        _model,
+    ):
         yield from look(trainer)
 
 
-def _defaults(arguments: TrainingArguments) -> dict[str, Any]:
+def _defaults(arguments: type[TrainingArguments]) -> dict[str, Any]:
     defaults = {}
     for field in dataclasses.fields(arguments):
         make = field.default_factory
@@ -195,12 +229,10 @@ def _defaults(arguments: TrainingArguments) -> dict[str, Any]:
 
 
 def _arguments(trainer: Trainer) -> Iterator[str]:
-    # Fields that a script's own subclass adds have no meaning for `Trainer`.
     stock = next(kind for kind in type(trainer.args).__mro__ if kind.__module__.startswith("transformers."))
-    known = {field.name for field in dataclasses.fields(stock)}
-    for name, default in _defaults(trainer.args).items():
-        if name not in known:
-            continue
+    # The defaults of `Trainer`, because a subclass may have others. Most fields that a subclass adds mean nothing to `Trainer`.
+    added = {name: default for name, default in _defaults(type(trainer.args)).items() if name in REFUSED}
+    for name, default in (added | _defaults(stock)).items():
         value = getattr(trainer.args, name, default)
         # Several settings are None by default and become False or an empty list.
         if name in TAKEN_OVER | WITHOUT_EFFECT or value == default or (not value and not default):
@@ -229,12 +261,6 @@ def _values(trainer: Trainer) -> Iterator[str]:
         yield "train_sampling_strategy='batch_rebalance': use 'random', 'group_by_length' or 'sequential'"
     if _text(args.optim) in ("lomo", "adalomo"):
         yield f"optim={_text(args.optim)!r}: it steps within the backward; use an optimizer of torch"
-    has_loss = trainer.compute_loss_func is not None or own_loss_of(trainer) is not None
-    if args.bf16 and (trainer.label_smoother is not None or has_loss):
-        yield (
-            "bf16=True with a label_smoothing_factor, a compute_loss_func or a compute_loss of the Trainer's own, whose loss "
-            "autocast would change; train in float32, or let the model compute its loss"
-        )
     config = args.accelerator_config
     for name in ("split_batches", "dispatch_batches", "gradient_accumulation_kwargs", "use_configured_state"):
         kwargs = getattr(config, name, None)
@@ -243,8 +269,25 @@ def _values(trainer: Trainer) -> Iterator[str]:
             yield f"accelerator_config with {name}={kwargs!r}: leave it out"
 
 
+def _forward(trainer: Trainer) -> Iterator[str]:
+    args, compute_loss = trainer.args, type(trainer).compute_loss
+    # Without the cache that checkpointing turns off, models may take other kernels; the loss of trl has turned the cache off.
+    if args.activation_checkpointing and _name_of(compute_loss) not in _WITHOUT_AUTOCAST:
+        yield "activation_checkpointing=True: leave it out; the pool recomputes activations where a device lacks room for them"
+    elif args.activation_checkpointing and (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+        yield "activation_checkpointing=True with use_reentrant=True: leave use_reentrant out, which has other gradients"
+    has_loss = own_loss_of(trainer) is not None and _name_of(compute_loss) not in _WITHOUT_AUTOCAST
+    if args.bf16 and (has_loss or trainer.label_smoother is not None or trainer.compute_loss_func is not None):
+        yield (
+            "bf16=True with a label_smoothing_factor, a compute_loss_func or a compute_loss of the Trainer's own, whose loss "
+            "autocast would change; train in float32, or let the model compute its loss"
+        )
+
+
 def _loss_scale(trainer: Trainer) -> Iterator[str]:
-    is_scaled = vars(trainer).get("loss_is_scaled_for_ga")
+    if getattr(trainer, "aux_loss_enabled", False):  # of trl
+        yield "a loss of a model's router, which trl divides by the batches of a step: set router_aux_loss_coef=0.0"
+    is_scaled = trainer.loss_is_scaled_for_ga
     is_counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     if is_scaled is not None and bool(is_scaled) != is_counted and trainer.args.gradient_accumulation_steps > 1:
         yield (
@@ -256,12 +299,14 @@ def _loss_scale(trainer: Trainer) -> Iterator[str]:
 def _code(trainer: Trainer) -> Iterator[str]:
     names = set(vars(trainer)).intersection(name for name in dir(Trainer) if callable(getattr(Trainer, name, None)))
     places = dict.fromkeys(names, "this object")
+    allowed = _MAY_OVERRIDE | ({"log"} if has_metrics(trainer) else set())
     for kind in type(trainer).__mro__:
         if not kind.__module__.startswith("transformers."):
             places |= {
                 name: kind.__name__
-                for name in vars(kind)
-                if hasattr(Trainer, name) and not name.startswith("__") and name not in _MAY_OVERRIDE
+                for name, value in vars(kind).items()
+                if hasattr(Trainer, name) and not name.startswith("__") and name not in allowed
+                if f"{_name_of(kind)}.{name}" not in _TRIED and value is not getattr(Trainer, name)
             }
     for place in dict.fromkeys(places.values()):
         own = [name for name in places if places[name] == place]
@@ -279,7 +324,9 @@ def _callbacks(trainer: Trainer) -> Iterator[str]:
     for callback in trainer.callback_handler.callbacks:
         kind = type(callback)
         # By name, because the module of this class imports IPython.
-        if kind.__name__ == "NotebookProgressCallback" or kind in _CALLBACKS:
+        if kind.__name__ == "NotebookProgressCallback" or kind in _CALLBACKS or _name_of(kind) in _ZEROING:
+            continue
+        if _is_of_tried_library(kind) and not _WITHOUT_NUMBERS.isdisjoint(map(_name_of, kind.__mro__)):
             continue
         yield (
             f"the callback {kind.__name__}, which the pool would not call: leave it out; a result's history has all reports, "
@@ -290,11 +337,36 @@ def _callbacks(trainer: Trainer) -> Iterator[str]:
         yield "EarlyStoppingCallback without metric_for_best_model and eval_strategy, which it needs; give both"
 
 
+def _is_of_tried_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in {name.partition(".")[0] for name in _WITHOUT_NUMBERS}
+
+
+def _losses(trainer: Trainer) -> Iterator[str]:
+    if getattr(trainer, "evaluator", None) is not None:  # of sentence-transformers
+        yield "an evaluator, which the pool would not call: call it with trainer_from_result(make_trainer, result).model"
+    if trainer.model_init is not None and type(trainer).call_model_init is not Trainer.call_model_init:
+        yield "a model_init that call_model_init puts into the loss: give model=, made in the function that makes the Trainer"
+    for name, loss in losses_around(trainer).items():
+        text = f"self.{name} of {type(trainer).__name__}, a module around the model"
+        if holds_part(vars(trainer)[name], trainer.model):
+            yield f"{text}, which holds a part of the model as well: read the part from the model"
+        if trainer.model_init is not None:
+            yield f"{text}, and a model_init: give model=, and make the module in the function that makes the Trainer"
+        if has_state(loss) and trainer.args.max_grad_norm:
+            yield f"{text}, with tensors of its own, whose gradients Trainer does not clip: set max_grad_norm=0"
+        if has_state(loss) and _ZEROING.isdisjoint(_name_of(type(each)) for each in trainer.callback_handler.callbacks):
+            yield f"{text}, with tensors of its own, whose gradients Trainer does not zero: make these a part of the model"
+
+
 def _data(trainer: Trainer) -> Iterator[str]:
-    if trainer.train_dataset is None:
+    if isinstance(trainer.train_dataset, dict):
+        yield "several train_datasets, which have not been tried: give one"
+    elif trainer.train_dataset is None:
         yield "no train_dataset: give the Trainer one"
     elif _has_no_length(trainer.train_dataset):
         yield "a train_dataset without a length: give a dataset with len() and indices"
+    if getattr(trainer, "_is_vision_dataset", False):  # of trl
+        yield "a dataset with images in a trainer of trl, which has not been tried: train on texts"
     if isinstance(trainer.eval_dataset, dict):
         yield "several eval_datasets: give one, and evaluate on the others after the search"
     elif trainer.eval_dataset is not None and _has_no_length(trainer.eval_dataset):
@@ -329,6 +401,10 @@ def _model(trainer: Trainer) -> Iterator[str]:
     for holds, message in checks:
         if holds():
             yield message
+
+
+def _name_of(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def _text(value: Any) -> str:

@@ -16,6 +16,7 @@ has a model of its own: the weights of a model that the user holds never change.
 import logging
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hydra_tune import TrainTask
 from hydra_tune.train.own_copy import mark_seen, own_copy
+from hydra_tune_transformers.around import module_of, replace_model
 from hydra_tune_transformers.data import AheadLoader, SameOrder
 from hydra_tune_transformers.errors import RefusedTrainerError
 from hydra_tune_transformers.evaluation import EarlyStop, TrainerEvaluation, TrainerMetrics
@@ -41,6 +43,8 @@ from hydra_tune_transformers.refusals import refusals
 
 TRIED = "5.24"
 """Version of the transformers library with which the numbers have been compared."""
+TRIED_SUBCLASSES = {"trl": "1.16", "sentence_transformers": "6.2"}
+"""Versions of other libraries with which the numbers of their trainers have been compared."""
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -89,9 +93,8 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
     trainer = make_trainer()
     # A copy, because Trainers of a script may share one model, and every trial begins with the weights of that model.
     model = _align(own_copy(trainer.model), trainer.processing_class)
-    # `Trainer` holds the model in three places, and hands the model of the third to callbacks.
-    trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
-    model.load_state_dict(result.state_dict())
+    replace_model(trainer, model)
+    module_of(trainer).load_state_dict(result.state_dict())
     return trainer
 
 
@@ -153,7 +156,8 @@ class _TrainersModel:
 
     def __call__(self) -> nn.Module:
         trainer = self.make_trainer()
-        return _align(trainer.model, trainer.processing_class)
+        _align(trainer.model, trainer.processing_class)
+        return module_of(trainer)
 
 
 def task_of(
@@ -177,15 +181,17 @@ def task_of(
     reasons = [*_versions()] or [*refusals(trainer)]
     if reasons:
         raise RefusedTrainerError(reasons)
+    _warn_of_version(type(trainer))
     args = trainer.args
     # From now on a model with these tensors is copied for each trial; see `own_copy`.
-    mark_seen(trainer.model)
+    module = module_of(trainer)
+    mark_seen(module)
     if trainer.model_init is not None:
         set_seed(args.seed)  # as train(), before it makes the loader, whose order goes by the seed
     prepared = trainer.get_train_dataloader()
     length = _Length.of(args, len(prepared))
     try:
-        param_groups, optimizer = recipe_of(trainer.create_optimizer(), trainer.model)
+        param_groups, optimizer = recipe_of(trainer.create_optimizer(), module)
     except ValueError as error:
         raise RefusedTrainerError([f"its optimizer: {error}"]) from error
     if args.max_grad_norm and (outside := _unfrozen_outside(trainer.model, param_groups)):
@@ -288,7 +294,9 @@ def _evaluation(
     metric = "val_loss" if best is None else "val_" + best.removeprefix("eval_")
     loader = AheadLoader(trainer.get_eval_dataloader())
     batch_sampler: Any = loader.batch_sampler
-    has_generator = getattr(batch_sampler.sampler, "generator", None) is not None
+    parts = (batch_sampler, batch_sampler.sampler)
+    # An evaluation begins with the first pass, of a new loader.
+    has_generator = any(hasattr(part, "set_epoch") or getattr(part, "generator", None) is not None for part in parts)
     config = getattr(trainer.model, "config", None)
     ignored = [] if config is None else getattr(config, "keys_to_ignore_at_inference", ["cache"])
     with_predictions = trainer.compute_metrics is not None and not args.prediction_loss_only
@@ -313,6 +321,7 @@ def _evaluation(
             else len(trainer.eval_dataset),
             drops_bad_losses=args.logging_nan_inf_filter,
             compute_objective=compute_objective,
+            log=step.own_loss.log if step.own_loss is not None and step.own_loss.has_metrics else None,
         ),
         "metric": objectives or metric,
         "report_every": _interval(args, strategy, steps),
@@ -367,3 +376,14 @@ def _versions() -> Iterator[str]:
             "the numbers of a Trainer have been compared with transformers %s, and %s is installed; compare a trial with "
             "Trainer.train()", TRIED, version,
         )  # fmt: skip
+
+
+def _warn_of_version(kind: type) -> None:
+    """Log a library of the class of a `Trainer` whose version has not been compared."""
+    for library in dict.fromkeys(base.__module__.partition(".")[0] for base in kind.__mro__):
+        tried, version = TRIED_SUBCLASSES.get(library), getattr(sys.modules.get(library), "__version__", "")
+        if tried is not None and not version.startswith(tried + "."):
+            _LOGGER.warning(
+                "the numbers of a %s have been compared with %s %s, and %s is installed; compare a trial with its train()",
+                kind.__name__, library, tried, version,
+            )  # fmt: skip

@@ -9,6 +9,7 @@ import math
 import re
 import time
 import weakref
+from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -111,6 +112,140 @@ def of_scalars(prediction):
     return {"score": float(scores.sum()), "mean": float(means.sum()), "batches": float(means.size)}
 
 
+class Metered(Trainer):
+    """Collects metrics in the loss and averages them in the log, as the trainers of trl."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._seen = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        mode = "train" if self.model.training else "eval"
+        known, (loss, outputs) = (
+            inputs["labels"] != -100,
+            super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch),
+        )
+        count = self.accelerator.gather_for_metrics(known.sum()).sum()
+        scores = outputs["logits"].detach().logsumexp(-1).masked_fill(~known, 0)
+        scores = self.accelerator.gather_for_metrics(scores.sum()).sum()
+        self._metrics[mode]["score"].append((scores / count).item() if count > 0 else 0.0)
+        self._metrics[mode]["half"] += [1 - (count / 2).item(), 0.5]
+        if mode == "train":
+            self._seen += count.item() // 1
+        self._metrics[mode]["seen"] = [self._seen]
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss, None if prediction_loss_only else outputs["logits"] * 2, inputs["labels"]
+
+    def log(self, logs, start_time=None):
+        mode = "train" if self.model.training else "eval"
+        prefix = "eval_" if mode == "eval" else ""
+        logs.update({prefix + name: sum(values) / len(values) for name, values in self._metrics[mode].items()})
+        super().log(logs, start_time)
+        self._metrics[mode].clear()
+
+
+class Contrast(torch.nn.Module):
+    """A loss that calls the model, as those of sentence-transformers."""
+
+    def __init__(self, model, scale=1.0):
+        super().__init__()
+        self.model, self.scale, self.inner = model, scale, torch.nn.ModuleList([torch.nn.CrossEntropyLoss()])
+
+    def forward(self, inputs, labels):
+        return self.inner[0](self.model(**inputs)["logits"] * self.scale, labels)
+
+
+class Scaled(Contrast):
+    """A loss with a parameter and a buffer of its own."""
+
+    def __init__(self, model):
+        super().__init__(model, torch.nn.Parameter(torch.tensor(0.7)))
+        self.register_buffer("shift", torch.tensor([0.0, 0.5, 1.0]))
+
+    def forward(self, inputs, labels):
+        return super().forward(inputs, labels) + (self.shift * self.scale).square().mean()
+
+
+class Losses(Trainer):
+    """Computes its loss by a module around the model, whose parameters it trains, too."""
+
+    kind = Contrast
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.loss = self.kind(self.model)
+        self.add_callback(ZeroGrad())
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        assert self.loss.model is model
+        labels = inputs.pop("labels")
+        loss = self.loss(inputs, labels)
+        return (loss, {}) if return_outputs else loss
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.loss.parameters(), lr=self.args.learning_rate)
+        return self.optimizer
+
+
+class ScaledLosses(Losses):
+    kind = Scaled
+
+
+class ZeroGrad(TrainerCallback):
+    def on_step_end(self, args, state, control, optimizer, **kwargs):
+        optimizer.zero_grad()
+
+
+class EpochSampler(torch.utils.data.SequentialSampler):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = list(super().__iter__())
+        return iter(order[self.epoch * 7 :] + order[: self.epoch * 7])
+
+
+class OwnOrder(Trainer):
+    """Draws in orders of its own."""
+
+    def _get_train_sampler(self, train_dataset=None):
+        return EpochSampler(self.train_dataset)
+
+    def _get_eval_sampler(self, eval_dataset):
+        return EpochSampler(eval_dataset)
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self):
+        generator = torch.Generator().manual_seed(9)
+        loader = torch.utils.data.DataLoader(
+            self.train_dataset, batch_size=5, shuffle=True, generator=generator, collate_fn=self.data_collator
+        )
+        return self.accelerator.prepare(loader)
+
+
+class PlainLoader(Trainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=5, collate_fn=self.data_collator)
+
+
+class Doubled(Trainer):
+    """Evaluates otherwise than it trains."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        loss, scores, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return loss * 2, scores, labels
+
+
 CASES = {
     **{kind: {"kind": kind} for kind in KINDS},
     "accumulated, the last step of an epoch shorter": {"gradient_accumulation_steps": 4},
@@ -165,11 +300,27 @@ CASES = {
         "gradient_accumulation_steps": 4,
     },
     "a penalty beside a smoothed loss": {"trainer_class": Penalized, "label_smoothing_factor": 0.1},
+    "metrics of the loss's own": {
+        "kind": "causal language model",
+        "trainer_class": Metered,
+        "gradient_accumulation_steps": 2,
+    },
+    "a prediction step of one's own": {"kind": "token classification", "trainer_class": Doubled},
+    "a sampler that is told the epoch": {"trainer_class": OwnOrder, "num_train_epochs": 3},
+    "a loader of one's own": {"trainer_class": OwnLoader},
     "distillation": {"kind": "a module of one's own", "trainer_class": Distilled},
     "weights in bfloat16": {"given": {"model_init": lambda: text_model().to(torch.bfloat16)}},
 }
-OWN_LOSSES = ("a weighted loss", "a penalty beside the stock loss", "distillation")
-FAST_CUTS = ("accumulated by tokens", "a weighted loss")
+OWN_LOSSES = (
+    "a weighted loss",
+    "a penalty beside the stock loss",
+    "metrics of the loss's own",
+    "a prediction step of one's own",
+    "a sampler that is told the epoch",
+    "a loader of one's own",
+    "distillation",
+)
+FAST_CUTS = ("accumulated by tokens", "a weighted loss", "metrics of the loss's own")
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +380,91 @@ def test_a_model_that_is_cut_has_the_same_bits(stock, name):
         (result,) = pool.run([task_from_trainer(make)])
     assert result.num_shards == 3
     assert_same(result, weights, reports)
+
+
+@pytest.fixture
+def with_losses(monkeypatch, tmp_path):
+    """Makes trainers of `Losses`; their callback counts as the one of sentence-transformers."""
+    monkeypatch.setattr(refusals, "_ZEROING", {f"{__name__}.ZeroGrad"})
+
+    def make(kind, **arguments):
+        own = {"compute_metrics": None, "model": None, "model_init": None}
+        shared = text_model()
+
+        def fresh():
+            transformers.set_seed(3)
+            own["model"] = shared if arguments.get("is_shared") else text_model()
+            rest = {name: value for name, value in arguments.items() if name != "is_shared"}
+            return making(tmp_path, trainer_class=kind, given=own, **rest)()
+
+        return fresh
+
+    return make
+
+
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("kind", [Losses, ScaledLosses])
+def test_a_loss_around_the_model_is_trained_with_it(with_losses, kind, is_shared, shards):
+    clipping = {"max_grad_norm": 0.0} if kind is ScaledLosses else {}
+    make = with_losses(kind, is_shared=is_shared, gradient_accumulation_steps=2, **clipping)
+    task = task_from_trainer(make)
+    with HydraExecutor("cpu:2", **({"num_shards": shards} if shards > 1 else {})) as pool:
+        results = pool.run([task, task])
+    assert {result.num_shards for result in results} == {shards}
+    again = trainer_from_result(make, results[0])
+    assert again.loss.model is again.model
+    assert again.evaluate()["eval_loss"] == results[0].metrics["val_loss"]
+    plain = train_plain(task)
+    stock = make()
+    stock.train()  # last, because the model may be shared
+    weights = stock.model.state_dict()
+    if kind is ScaledLosses:
+        own = {f"losses.loss.{name}": getattr(stock.loss, name).detach() for name in ("scale", "shift")}
+        weights = {f"model.{name}": value for name, value in weights.items()} | own
+        assert weights["losses.loss.scale"] != 0.7
+    reports = [entry for entry in stock.state.log_history if "eval_loss" in entry]
+    for result in (plain, *results):
+        assert_same(result, weights, reports)
+
+
+class PartLosses(Losses):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.loss.inner.append(self.model.classifier)
+
+
+def test_a_loss_around_the_model_that_would_not_be_exact_is_refused(tmp_path, with_losses):
+    with pytest.raises(RefusedTrainerError, match="whose gradients Trainer does not clip: set max_grad_norm=0"):
+        task_from_trainer(with_losses(ScaledLosses))
+    with pytest.raises(
+        RefusedTrainerError, match=r"self.loss of PartLosses, .*, which holds a part of the model as well"
+    ):
+        task_from_trainer(with_losses(PartLosses))
+    with pytest.raises(RefusedTrainerError, match="and a model_init: give model=, and make the module in the function"):
+        task_from_trainer(making(tmp_path, trainer_class=Losses))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(refusals, "_ZEROING", frozenset())
+        with pytest.raises(RefusedTrainerError, match="whose gradients Trainer does not zero: make these a part"):
+            task_from_trainer(with_losses(ScaledLosses, max_grad_norm=0.0))
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_metrics_of_the_losses_own_are_reported_without_counts_of_the_training(tmp_path, is_alone):
+    own = {"trainer_class": Metered, "metric_for_best_model": "score"}
+    make = making(
+        tmp_path, "causal language model", **own, **({"given": {"compute_metrics": None}} if is_alone else {})
+    )
+    _, reports, _ = trained(make)
+    assert {"eval_score", "eval_half", "eval_seen"} <= reports[0].keys()
+    task = task_from_trainer(make)
+    assert task.metric == "val_score"
+    for _ in range(2):
+        result = train_plain(task)
+        assert {"val_score", "val_half"} <= result.metrics.keys()
+        assert "val_seen" not in result.metrics
+        assert result.metrics["val_score"] == reports[-1]["eval_score"]
+    assert trainer_from_result(make, result).evaluate()["eval_score"] == reports[-1]["eval_score"]
 
 
 @pytest.mark.slow
@@ -499,16 +735,6 @@ class Epochs(Rows):
         """Change the order or the samples of the epoch."""
 
 
-class EpochSampler(torch.utils.data.SequentialSampler):
-    def set_epoch(self, epoch):
-        """Change the order of the epoch."""
-
-
-class OwnOrder(Trainer):
-    def _get_train_sampler(self, train_dataset=None):
-        return EpochSampler(self.train_dataset)
-
-
 def given(**arguments):
     return {"given": arguments}
 
@@ -599,6 +825,24 @@ class Gathering(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
+class Gathered(Metered):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss if return_outputs else loss / self.accelerator.gather_for_metrics(inputs["labels"].numel() * loss)
+
+
+class Sparse(Metered):
+    def log(self, logs, start_time=None):
+        if self.state.global_step > 3:
+            super().log(logs, start_time)
+
+
+class Scheduled(Metered):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss * 2 if self._seen > 10 else loss
+
+
 class Unscaled(Trainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -676,7 +920,9 @@ REFUSALS = {
     "endless data": ({"max_steps": 2} | given(train_dataset=Endless()), "a train_dataset without a length"),
     "data that are told the epoch": (given(train_dataset=Epochs([{}])), "the dataset Epochs has set_epoch.*count its passes"),
     "validation data that are told the epoch": (given(eval_dataset=Epochs([{}])), "the dataset Epochs has set_epoch"),
-    "a sampler that is told the epoch": ({"trainer_class": OwnOrder}, "the sampler EpochSampler has set_epoch"),
+    "a loader that accelerate does not know": (
+        {"trainer_class": PlainLoader}, "a loader of the class DataLoader.*: return self.accelerator.prepare"
+    ),
     "several validation sets": (given(eval_dataset={"a": Rows([]), "b": Rows([])}), "several eval_datasets: give one"),
     "a seeded collator": (given(data_collator=Seeded()), "Seeded with a seed, which trials would share"),
     "an evaluation after the last step": (
@@ -708,6 +954,9 @@ def test_what_would_not_be_exact_is_refused(tmp_path, name):
         (Noisy, "compute_loss of Noisy changes self.noise, which trials of a search would share"),
         (Lazy, "compute_loss of Lazy changes self.first, which trials of a search would share"),
         (Gathering, "compute_loss reads self.accelerator.gather, which a trial in the pool lacks"),
+        (Gathered, "the loss of Gathered follows from accelerator.gather_for_metrics, which is for metrics: compute"),
+        (Scheduled, "compute_loss asks for a count over the training, which a trial in the pool lacks: compute"),
+        (Sparse, "log of Sparse reads self.state, which a trial in the pool lacks"),
     ],
 )
 def test_a_loss_that_reads_or_changes_the_training_fails_by_name(tmp_path, kind, message):
@@ -840,6 +1089,26 @@ def test_arguments_of_a_subclass_are_the_losses_own(tmp_path):
     )
     task = task_from_trainer(making(tmp_path, given={"args": arguments}, trainer_class=Weighted))
     assert task.step.own_loss.method.__self__.args.gamma == 2
+
+
+@dataclasses.dataclass
+class OtherDefaults(transformers.TrainingArguments):
+    neftune_noise_alpha: float = 5.0
+    activation_offloading: bool = False
+
+
+def test_defaults_and_arguments_of_a_subclass_are_refused_as_those_of_the_library(tmp_path):
+    arguments = OtherDefaults(
+        str(tmp_path),
+        activation_offloading=True,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        eval_strategy="epoch",
+    )
+    with pytest.raises(RefusedTrainerError, match=r"neftune_noise_alpha=5\.0: leave it out") as refused:
+        task_from_trainer(making(tmp_path, given={"args": arguments}))
+    assert any("activation_offloading=True: leave it out; the pool spills" in each for each in refused.value.reasons)
 
 
 def test_every_argument_of_the_installed_version_is_known():

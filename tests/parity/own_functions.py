@@ -87,6 +87,19 @@ class Parts(Function):
         return (2 * double if triple is None else 2 * double + 3 * triple) * 1.1
 
 
+class Optional(Function):
+    """None among its outputs, as where a caller has not asked for an output."""
+
+    @staticmethod
+    def forward(ctx: Any, x, wants_square):
+        ctx.save_for_backward(x)
+        return None, x * 2, x * x if wants_square else None, x.detach().abs()
+
+    @staticmethod
+    def backward(ctx: Any, _nothing, double, _square, _absolute):
+        return 2 * double, None
+
+
 class SetUp(Function):
     @staticmethod
     def forward(x, power=2):
@@ -249,6 +262,13 @@ def _parts(module: Around, x: Tensor) -> Tensor:
     return double + shift
 
 
+def _optional(module: Around, x: Tensor) -> Tensor:
+    nothing, double, square, absolute = Optional.apply(x, False)
+    assert nothing is None
+    assert square is None
+    return double + absolute.detach()
+
+
 def _in_a_region(module: Around, x: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return Product.apply(x.float(), module.own.weight, module.own.bias)
@@ -275,6 +295,7 @@ KINDS: dict[str, Callable[[Around, Tensor], Tensor]] = {
     "parameters": lambda module, x: Product.apply(x, module.own.weight, module.own.bias),
     "several outputs": _largest,
     "outputs without gradients": _parts,
+    "outputs of None": _optional,
     "setup_context": lambda module, x: SetUp.apply(x),
     "once differentiable": lambda module, x: Once.apply(x),
     "not contiguous": lambda module, x: Transposed.apply(module.own(x)),

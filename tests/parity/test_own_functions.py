@@ -72,7 +72,7 @@ REASONS = {
     "asks for values": "_local_scalar_dense",
     "computes by numpy": "numpy() is not supported",
     "keeps a tensor at times": "give it to save_for_backward",
-    "returns a text": "it returns more than tensors",
+    "returns a text": "it returns more than tensors and None",
     "takes a function": "it is given a builtin_function_or_method",
     "a class of a function": "its class is made inside a function",
     "an error caught": "it draws random numbers",

@@ -41,6 +41,7 @@ class OpaqueCall:
 
     Attributes:
         is_single: whether the Function returns a tensor, and no tuple.
+        is_tensor: for each result of the Function, whether the result is a tensor, and not None.
         reads_state: whether the Function reads Python state, which may have changed before a batch that waits is run.
         keeps_tensors: whether the Function keeps tensors beside those of `save_for_backward`. Nobody could move such
             tensors between a forward unit and its backward unit, so the backward unit computes the forward again.
@@ -49,25 +50,35 @@ class OpaqueCall:
     def __init__(self, function: type[Function], arguments: Sequence[object]) -> None:
         self.function = function
         self.is_single = self.reads_state = self.keeps_tensors = False
+        self.is_tensor: tuple[bool, ...] = ()
         self._arguments = tuple(arguments)
         # Code made of a graph calls the object by this name.
         self.__name__ = function.__name__
         self._key: Hashable = (function, tuple(map(_described, self._arguments)))
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        """Return the outputs of the Function for its tensors, in the order of the arguments.
+        """Return the tensors that the Function returns for its tensors, in the order of the arguments.
 
         Raises:
-            CaptureError: the Function keeps tensors in its context and has not done so in its trial.
+            CaptureError: the Function keeps tensors in its context and has not done so in its trial, or returns None where
+                its trial returned a tensor, or the other way round.
         """
-        result = self.apply(*tensors)
-        outputs = [result] if isinstance(result, Tensor) else list(result)
+        results = _results(self.apply(*tensors))
+        if tuple(isinstance(result, Tensor) for result in results) != self.is_tensor:
+            raise CaptureError(f"{self} returns None in place of a tensor only on some devices or for some values")
+        outputs = [result for result in results if result is not None]
         if not self.keeps_tensors and any(_keeps_tensors(o.grad_fn) for o in outputs if o.requires_grad):
             # Between two units the tensor would stay where it is, and its memory may be given to others.
             raise CaptureError(
                 f"{self} keeps a tensor in its context only on some devices or for some values; give it to save_for_backward"
             )
         return outputs
+
+    def arranged(self, outputs: Sequence[Tensor]) -> Any:
+        """Return the tensors of a call as the Function's own `apply` returns the tensors."""
+        tensors = iter(outputs)
+        results = tuple(next(tensors) if is_tensor else None for is_tensor in self.is_tensor)
+        return results[0] if self.is_single else results
 
     def apply(self, *tensors: Tensor) -> Any:
         """Return what the Function's own `apply` returns."""
@@ -117,9 +128,11 @@ def opaque_call(function: type[Function], arguments: Sequence[object], keywords:
         with watch:
             result = call.apply(*leaves)
         call.is_single = isinstance(result, Tensor)
-        outputs = [result] if call.is_single else list(result)
-        if not all(isinstance(output, Tensor) for output in outputs):
-            raise NotOpaqueError("it returns more than tensors")
+        results = _results(result)
+        if not all(output is None or isinstance(output, Tensor) for output in results):
+            raise NotOpaqueError("it returns more than tensors and None")
+        call.is_tensor = tuple(output is not None for output in results)
+        outputs = [output for output in results if output is not None]
         starts = [output for output in outputs if output.requires_grad]
         call.keeps_tensors = any(_keeps_tensors(start.grad_fn) for start in starts)
         gradients = [torch.empty_like(start) for start in starts]
@@ -162,6 +175,11 @@ class _ArgumentWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         self.know(*(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)))
         return result
+
+
+def _results(returned: Any) -> list[Any]:
+    """Return the results of a Function, of which a tuple holds several."""
+    return [returned] if isinstance(returned, Tensor) else list(returned)
 
 
 def _itself(tensor: Tensor) -> Tensor:

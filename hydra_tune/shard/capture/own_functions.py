@@ -108,7 +108,7 @@ class OwnFunctions:
             raise CaptureError(f"the step's {name} cannot be an operator of a graph: {error}") from error
         finally:
             self._is_inside = False
-        return outputs[0] if call.is_single else tuple(outputs)
+        return call.arranged(outputs)
 
     def _checkpoint(self, run: Callable[..., Any], preserves_random_state: bool, *arguments: Any) -> Any:
         """Run the region of a reentrant checkpoint."""

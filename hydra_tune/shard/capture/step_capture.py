@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hydra_tune.errors import CaptureError, HydraTuneError
 from hydra_tune.older_torch import mend_lstm_shapes
 from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.capture.copied_functions import rebind_functions
 from hydra_tune.shard.capture.export_output import quiet_export
 from hydra_tune.shard.capture.own_functions import OwnFunctions, own_functions, put_calls
 from hydra_tune.shard.capture.step_module import MODEL_PREFIX, step_module
@@ -119,6 +120,7 @@ def copied_model(model: _Module, memo: dict[int, Any] | None = None) -> _Module:
             if name not in vars(copied):
                 with suppress(Exception):
                     vars(copied)[name] = copy.deepcopy(value, memo)
+    rebind_functions(twin, memo)
     return twin
 
 

@@ -1,13 +1,16 @@
 """A model that shares tensors with one that was read before is copied, and its frozen parameters stay shared."""
 
 import copy
+import functools
 import pickle
+import types
 
 import pytest
 import torch
 from torch import nn
 
 from hydra_tune.errors import TaskError
+from hydra_tune.shard.capture.step_capture import copied_model
 from hydra_tune.train.own_copy import mark_seen, own_copy
 
 
@@ -73,3 +76,32 @@ def test_hooks_that_a_copy_would_lack_are_refused(register):
         own_copy(sharing(part))
     part.requires_grad_(False)
     assert own_copy(sharing(part))[0].weight is part.weight
+
+
+def patched(model):
+    """Replace `forward` by a function that calls the former one, as libraries do."""
+    former, head = model.forward, model[1]
+
+    @functools.wraps(type(model).forward)
+    def forward(self, x, *, with_head=True, again=0):
+        return forward(self, x, again=again - 1) if again else former(x) if with_head else head(x)
+
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+@pytest.mark.parametrize("copy_of", [own_copy, copied_model])
+def test_functions_in_attributes_of_a_copy_call_the_copy(copy_of):
+    model = patched(patched(sharing(nn.Linear(4, 4))))
+    mark_seen(model)
+    copied = copy_of(model)
+    x = torch.ones(1, 4)
+    assert torch.equal(copied(x), model(x))
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    for again in range(3):
+        assert not copied(x, again=again).any()
+    assert not copied(x, with_head=False).any()
+    assert model(x).any()
+    assert copied.forward.__wrapped__ is nn.Sequential.forward
