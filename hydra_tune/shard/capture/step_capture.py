@@ -32,11 +32,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hydra_tune.errors import CaptureError, HydraTuneError
 from hydra_tune.older_torch import mend_lstm_shapes
 from hydra_tune.shard.capture import batch as batches
-from hydra_tune.shard.capture.copied_functions import rebind_functions
 from hydra_tune.shard.capture.export_output import quiet_export
 from hydra_tune.shard.capture.own_functions import OwnFunctions, own_functions, put_calls
 from hydra_tune.shard.capture.step_module import MODEL_PREFIX, step_module
 from hydra_tune.shard.python_state.code_names import is_installed
+from hydra_tune.shard.python_state.copied_functions import rebind_functions
 from hydra_tune.shard.python_state.number_inputs import NumberInputs, NumberInputTracer, traced_numbers
 from hydra_tune.shard.python_state.opened_files import FileHolder, noting_files
 from hydra_tune.shard.python_state.state_guard import PythonStateGuard

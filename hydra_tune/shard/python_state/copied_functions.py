@@ -2,7 +2,8 @@
 
 Code that patches a model replaces `model.forward` by a function, and the function calls the former `forward` by a variable
 of its closure. `copy.deepcopy` copies no function, so a copy of the model would compute with the parameters of the
-original. `copied_model` (`step_capture.py`) and `own_copy` (`train/own_copy.py`) call `rebind_functions` after a copy.
+original. `copied_model` (`shard/capture/step_capture.py`) calls `rebind_functions` after each copy. The module must not
+import captures, plans or trials.
 """
 
 from collections.abc import Mapping
