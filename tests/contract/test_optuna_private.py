@@ -18,7 +18,7 @@ from optuna.study import _optimize, _tell
 
 import hydra_tune_optuna
 from hydra_tune.errors import ConfigError
-from hydra_tune_optuna import optuna_internals
+from hydra_tune_optuna import optuna_internals, storage_opening
 from hydra_tune_optuna.study_reader import OptunaStudyReader
 
 PACKAGE = Path(hydra_tune_optuna.__file__).parent
@@ -142,15 +142,16 @@ def test_a_reader_leaves_a_database_alone_until_all_of_its_tables_are_there(tmp_
     assert path.read_bytes() == before
 
 
-def test_a_reader_makes_no_tables_in_an_empty_database_of_a_server(tmp_path):
-    """The URL names a driver, as those of servers do, so that nothing takes the database for a file."""
+def test_a_reader_makes_no_tables_in_an_empty_database_of_a_server(tmp_path, monkeypatch):
+    """A file stands for the server, and nothing takes the URL for that of a file."""
+    monkeypatch.setattr(storage_opening, "_file", lambda url: None)
     path = tmp_path / "server.db"
     path.touch()
     with pytest.raises(ConfigError, match="cannot be read: there are no tables of Optuna"):
-        OptunaStudyReader().read(f"sqlite+pysqlite:///{path}")
+        OptunaStudyReader().read(f"sqlite:///{path}")
     assert path.read_bytes() == b""
-    optuna.create_study(study_name="first", storage=f"sqlite+pysqlite:///{path}")
-    assert [record.name for record in OptunaStudyReader().read(f"sqlite+pysqlite:///{path}")] == ["first"]
+    optuna.create_study(study_name="first", storage=f"sqlite:///{path}")
+    assert [record.name for record in OptunaStudyReader().read(f"sqlite:///{path}")] == ["first"]
 
 
 def test_what_optuna_does_not_list_is_found_too():
