@@ -81,15 +81,19 @@ class JointTrace:
         scales = [torch.empty(count, device=device)] if self.is_scaled else []
         return [*(noise_draw.room(count, device) for noise_draw in self.noise), *scales]
 
-    def run(self, operands: ShardOperands, noise: Sequence[Tensor], *, is_laid_out: bool = False) -> ShardGradients:
+    def run(
+        self, operands: ShardOperands, noise: Sequence[Tensor] | None = None, *, is_laid_out: bool = False
+    ) -> ShardGradients:
         """Return the gradients of every member's loss, and the losses.
 
         Args:
             operands: operands of the shard.
-            noise: result of `draw`.
+            noise: result of `draw`, if already drawn.
             is_laid_out: whether to lay gradients out contiguously in the order of the parameters, so that the optimizer
                 can treat them as a single tensor (`flat_tensors.py`); such gradients share no bytes with other tensors.
         """
+        if noise is None:
+            noise = self.draw(operands.all[0].device)
         with torch.no_grad():
             room = self.room(operands, is_laid_out=is_laid_out)
             if self.code is not None:
