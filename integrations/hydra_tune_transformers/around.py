@@ -30,6 +30,12 @@ class ModelWithLosses(nn.Module):
         self.model = model
         self.losses = nn.ModuleDict(losses)
 
+    def train(self, mode: bool = True) -> "ModelWithLosses":
+        """Set the mode of the model alone: a `Trainer` leaves the modes of the losses as they are."""
+        self.training = mode
+        self.model.train(mode)
+        return self
+
 
 def module_of(trainer: Trainer) -> nn.Module:
     """Return the module of a trial: the model of a `Trainer`, with the losses that have a state of their own."""
@@ -44,6 +50,13 @@ def replace_model(trainer: Trainer, model: nn.Module) -> None:
         setattr(trainer, name, placed(loss, model))
     # `Trainer` holds the model in three places, and hands the model of the third to callbacks.
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
+
+
+def own_losses(trainer: Trainer) -> None:
+    """Give a `Trainer` copies of the modules around its model, whose tensors a script may use for several Trainers."""
+    model = trainer.model
+    for name in losses_around(trainer):
+        setattr(trainer, name, copy.deepcopy(getattr(trainer, name), {id(model): model}))
 
 
 def losses_around(trainer: Trainer) -> dict[str, nn.Module]:

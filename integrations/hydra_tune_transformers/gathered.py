@@ -76,5 +76,6 @@ def _operated(function: Callable[..., Any], *, is_reflected: bool = False) -> Ca
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(GatheredMetric, f"__{_name}__", _operated(getattr(operator, _name)))
     setattr(GatheredMetric, f"__r{_name}__", _operated(getattr(operator, _name), is_reflected=True))
-for _name in ("neg", "abs", "lt", "le", "gt", "ge"):
+for _name in ("neg", "abs", "lt", "le", "gt", "ge", "eq", "ne"):
     setattr(GatheredMetric, f"__{_name}__", _operated(getattr(operator, _name)))
+GatheredMetric.__hash__ = None  # type: ignore[assignment]  # as of a class with `__eq__`

@@ -142,13 +142,19 @@ class OwnLoss:
         _CALLS[module] = num_calls, before
         owner = self._owner(module, name)
         names = set(vars(owner))
+        around = (
+            {}
+            if num_calls & (num_calls - 1)
+            else {name: _state_around(vars(owner)[name], owner.model) for name in self._losses_of(module)}
+        )
         # A copy, because overrides take the labels out, and an evaluation reads them afterwards.
         value = getattr(type(owner), name)(owner, owner.model, copy.copy(batch), **arguments)
         # At the powers of two.
         now = _contents(shared) if num_calls & (num_calls - 1) == 0 else before
         changed = [name for name, content in now.items() if content != before.get(name)]
         # `functools.cached_property` writes past `__setattr__`.
-        for attribute in (*changed, *(set(vars(owner)) - names)):
+        stateful = [name for name, state in around.items() if _state_around(vars(owner)[name], owner.model) != state]
+        for attribute in (*changed, *stateful, *(set(vars(owner)) - names)):
             _refuse_write(shared, attribute)
         if any(isinstance(each, GatheredMetric) for each in (value if isinstance(value, tuple) else (value,))):
             raise TaskError(
@@ -156,6 +162,10 @@ class OwnLoss:
                 f"compute the loss from the batch and the model, or {_REMEDY}"
             )
         return value, _evaluated(owner) if self.has_metrics else {}
+
+    def _losses_of(self, module: nn.Module) -> list[str]:
+        """Return the attributes that are modules around the model."""
+        return [*self.around_model, *(module.losses if isinstance(module, ModelWithLosses) else ())]
 
     def _owner(self, module: nn.Module, method: str) -> Any:
         """Return a `self` of one call, because trials on several threads share the task."""
@@ -350,6 +360,20 @@ def _contents(shared: object) -> dict[str, bytes | None]:
         for name, value in attributes.items()
         if name != "accelerator" and not isinstance(value, _UNCHANGED)
     }
+
+
+def _state_around(loss: nn.Module, model: nn.Module) -> list[object]:
+    """Return the Python attributes and the buffers of a module around a model, without those of the model.
+
+    Each call has a copy of the module, so a change would be lost.
+    """
+    inside = set(map(id, model.modules()))
+    parts = [part for part in loss.modules() if id(part) not in inside]
+    internals = vars(nn.Module()).keys()
+    attributes = [
+        (name, _AttributeDigest().note(v)) for part in parts for name, v in vars(part).items() if name not in internals
+    ]
+    return [*attributes, *(id(buffer) for part in parts for buffer in part.buffers(recurse=False))]
 
 
 def _names_of_library(kind: type) -> set[str]:

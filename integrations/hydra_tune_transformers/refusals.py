@@ -299,7 +299,7 @@ def _loss_scale(trainer: Trainer) -> Iterator[str]:
 def _code(trainer: Trainer) -> Iterator[str]:
     names = set(vars(trainer)).intersection(name for name in dir(Trainer) if callable(getattr(Trainer, name, None)))
     places = dict.fromkeys(names, "this object")
-    allowed = _MAY_OVERRIDE | ({"log"} if has_metrics(trainer) else set())
+    allowed = _MAY_OVERRIDE | ({"log"} if has_metrics(trainer) and own_loss_of(trainer) is not None else set())
     for kind in type(trainer).__mro__:
         if not kind.__module__.startswith("transformers."):
             places |= {

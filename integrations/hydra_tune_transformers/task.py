@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hydra_tune import TrainTask
 from hydra_tune.train.own_copy import mark_seen, own_copy
-from hydra_tune_transformers.around import module_of, replace_model
+from hydra_tune_transformers.around import module_of, own_losses, replace_model
 from hydra_tune_transformers.data import AheadLoader, SameOrder
 from hydra_tune_transformers.errors import RefusedTrainerError
 from hydra_tune_transformers.evaluation import EarlyStop, TrainerEvaluation, TrainerMetrics
@@ -94,6 +94,7 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
     # A copy, because Trainers of a script may share one model, and every trial begins with the weights of that model.
     model = _align(own_copy(trainer.model), trainer.processing_class)
     replace_model(trainer, model)
+    own_losses(trainer)
     module_of(trainer).load_state_dict(result.state_dict())
     return trainer
 

@@ -28,6 +28,7 @@ from hydra_tune.errors import MetricError, TaskError
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune_transformers import RefusedTrainerError, refusals, task_from_trainer, trainer_from_result
 from hydra_tune_transformers.evaluation import EarlyStop
+from hydra_tune_transformers.gathered import GatheredMetric
 from tests.docs.pages import DOCS, PageCode
 from tests.support import checkpointed
 from tests.support.trainers import (
@@ -426,6 +427,77 @@ def test_a_loss_around_the_model_is_trained_with_it(with_losses, kind, is_shared
     reports = [entry for entry in stock.state.log_history if "eval_loss" in entry]
     for result in (plain, *results):
         assert_same(result, weights, reports)
+
+
+class Dropping(Scaled):
+    """A loss whose part is in training mode also while the model is evaluated, as the stock Trainer leaves the part."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.drop = torch.nn.Dropout(0.3)
+
+    def forward(self, inputs, labels):
+        return super().forward(inputs, labels) + self.drop(self.scale.expand(64)).mean()
+
+
+class DroppingLosses(Losses):
+    kind = Dropping
+
+
+def test_the_modes_of_a_loss_around_the_model_stay_as_they_are(with_losses):
+    make = with_losses(DroppingLosses, max_grad_norm=0.0)
+    result, stock = train_plain(task_from_trainer(make)), make()
+    stock.train()
+    weights = {f"model.{name}": value for name, value in stock.model.state_dict().items()}
+    own = {f"losses.loss.{name}": getattr(stock.loss, name).detach() for name in ("scale", "shift")}
+    assert_same(result, weights | own, [entry for entry in stock.state.log_history if "eval_loss" in entry])
+
+
+class Counting(Contrast):
+    calls = 0
+
+    def forward(self, inputs, labels):
+        self.calls = self.calls + 1
+        return super().forward(inputs, labels) * (1 + self.calls % 2)
+
+
+class CountingLosses(Losses):
+    kind = Counting
+
+
+def test_a_loss_around_the_model_that_counts_is_refused(with_losses):
+    with pytest.raises(TaskError, match=r"compute_loss of CountingLosses changes self\.loss"):
+        train_plain(task_from_trainer(with_losses(CountingLosses)))
+
+
+def test_a_loss_that_a_script_uses_again_is_left_as_it_is(with_losses):
+    loss, base = Scaled(text_model()), with_losses(ScaledLosses, max_grad_norm=0.0)
+
+    def make():
+        trainer = base()
+        loss.model, trainer.loss = trainer.model, loss
+        return trainer
+
+    result = train_plain(task_from_trainer(make))
+    before = loss.scale.item()
+    assert trainer_from_result(make, result).loss.scale.item() != before
+    assert loss.scale.item() == before
+
+
+class Reporting(Metered):
+    compute_loss, prediction_step = Trainer.compute_loss, Trainer.prediction_step
+
+
+def test_a_log_beside_the_stock_loss_is_refused(tmp_path):
+    with pytest.raises(RefusedTrainerError, match="its own log, which the pool would not call"):
+        task_from_trainer(making(tmp_path, trainer_class=Reporting))
+
+
+def test_collected_metrics_compare_as_numbers():
+    one, two = GatheredMetric(torch.tensor(1.0)), GatheredMetric(torch.tensor(2.0))
+    assert (one == 1, one != 1, one == two, one != two) == (True, False, False, True)
+    with pytest.raises(TaskError, match="asks for a count over the training"):
+        bool(GatheredMetric(None) == 1)
 
 
 class PartLosses(Losses):

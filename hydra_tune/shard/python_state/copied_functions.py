@@ -21,40 +21,45 @@ def rebind_functions(copied: nn.Module, memo: Mapping[int, Any]) -> None:
         memo: copies by the id of the original, as `copy.deepcopy` leaves its memo.
     """
     functions: dict[int, FunctionType] = {}
+    cells: dict[int, CellType] = {}
     for module in copied.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, FunctionType | MethodType):
-                vars(module)[name] = _rebound(value, memo, functions)
+                vars(module)[name] = _rebound(value, memo, functions, cells)
 
 
-def _rebound(value: Any, memo: Mapping[int, Any], functions: dict[int, FunctionType]) -> Any:
+def _rebound(
+    value: Any, memo: Mapping[int, Any], functions: dict[int, FunctionType], cells: dict[int, CellType]
+) -> Any:
     """Return a copied module, or a function or method that closes over copies; any other value unchanged.
 
     Args:
         value: the value.
         memo: copies by the id of the original.
         functions: copied functions by the id of the original; a function may close over itself.
+        cells: copied variables by the id of the original; functions that share a variable go on sharing.
     """
     if isinstance(value, nn.Module):
         return memo.get(id(value), value)
     if isinstance(value, MethodType):
         owner = memo.get(id(value.__self__), value.__self__)
-        return MethodType(_rebound(value.__func__, memo, functions), owner)
+        return MethodType(_rebound(value.__func__, memo, functions, cells), owner)
     if not isinstance(value, FunctionType) or not _reaches(value, memo, set()):
         return value
     if id(value) not in functions:
-        cells = value.__closure__ or ()
-        # A cell that other functions write, such as a counter, stays shared.
-        is_new = [_reaches(_content(cell), memo, set()) for cell in cells]
-        closure = tuple(CellType() if new else cell for cell, new in zip(cells, is_new, strict=True))
+        former = value.__closure__ or ()
+        # A variable that leads to no module, such as a counter, stays shared with the original.
+        is_new = [_reaches(_content(cell), memo, set()) for cell in former]
+        unfilled = [cell for cell, new in zip(former, is_new, strict=True) if new and id(cell) not in cells]
+        cells.update((id(cell), CellType()) for cell in unfilled)
+        closure = tuple(cells[id(cell)] if new else cell for cell, new in zip(former, is_new, strict=True))
         copied = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
         copied.__kwdefaults__ = value.__kwdefaults__
         copied.__qualname__, copied.__module__ = value.__qualname__, value.__module__
         vars(copied).update(vars(value))
         functions[id(value)] = copied
-        for cell, former, new in zip(closure, cells, is_new, strict=True):
-            if new:
-                cell.cell_contents = _rebound(former.cell_contents, memo, functions)
+        for cell in unfilled:
+            cells[id(cell)].cell_contents = _rebound(cell.cell_contents, memo, functions, cells)
     return functions[id(value)]
 
 

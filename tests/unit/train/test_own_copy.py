@@ -105,3 +105,26 @@ def test_functions_in_attributes_of_a_copy_call_the_copy(copy_of):
     assert not copied(x, with_head=False).any()
     assert model(x).any()
     assert copied.forward.__wrapped__ is nn.Sequential.forward
+
+
+def test_functions_of_a_copy_go_on_sharing_their_variables():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def patch(model):
+        current = model[0]
+
+        def forward(x):
+            return current(x)
+
+        def switch():
+            nonlocal current
+            current = model[1]
+
+        model.forward, model.switch = forward, switch
+
+    patch(model)
+    copied = copied_model(model)
+    copied.switch()
+    x = torch.ones(1, 2)
+    assert torch.equal(copied(x), copied[1](x))
+    assert torch.equal(model(x), model[0](x))
