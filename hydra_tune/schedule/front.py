@@ -12,11 +12,10 @@ device busy, this rule ends the first k jobs earliest, for every k. Early stoppi
 depend on such early ends. The policy chooses within the front, and within the rest.
 """
 
-import difflib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from hydra_tune.errors import ConfigError
+from hydra_tune.errors import ConfigError, with_hint
 
 ADMISSIONS = ("auto", "eager", "staggered")
 """Values of `admission`; the first is the default of a pool. A simulation has no pruner, and takes the other two."""
@@ -34,12 +33,8 @@ def check_admission(admission: object, known: Sequence[str] = ADMISSIONS) -> Non
     if admission not in known:
         *others, last = map(repr, known)
         expected = f"{', '.join(others)} or {last}"
-        raise ConfigError(f"admission must be {expected}, not {admission!r}{_did_you_mean(admission, known)}")
-
-
-def _did_you_mean(admission: object, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(admission.lower(), known, n=1) if isinstance(admission, str) else []
-    return f"; did you mean {close[0]!r}?" if close else ""
+        text = f"admission must be {expected}, not {admission!r}"
+        raise ConfigError(with_hint(text, admission, known) if isinstance(admission, str) else text)
 
 
 class AdmissionFront:

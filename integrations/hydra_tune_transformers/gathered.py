@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hydra_tune.errors import TaskError
 
@@ -36,10 +37,11 @@ class GatheredMetric:
     @classmethod
     def _computed(cls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the metric that a function makes of metrics and other values."""
-        values = [each.value if isinstance(each, cls) else each for each in args]
-        if any(isinstance(each, cls) and each.value is None for each in args):
+        # Also within lists, as of `torch.stack`.
+        if any(isinstance(each, cls) and each.value is None for each in tree_leaves((args, kwargs))):
             return cls(None)
-        result = function(*values, **kwargs)
+        values, named = tree_map(lambda each: each.value if isinstance(each, cls) else each, (args, kwargs))
+        result = function(*values, **named)
         return cls(result) if isinstance(result, Tensor) else result
 
     def item(self) -> "GatheredMetric":

@@ -155,7 +155,7 @@ class OwnLoss:
         # `functools.cached_property` writes past `__setattr__`.
         stateful = [name for name, state in around.items() if _state_around(vars(owner)[name], owner.model) != state]
         for attribute in (*changed, *stateful, *(set(vars(owner)) - names)):
-            _refuse_write(shared, attribute)
+            _refuse_write(owner, attribute)
         if any(isinstance(each, GatheredMetric) for each in (value if isinstance(value, tuple) else (value,))):
             raise TaskError(
                 f"the loss of {type(shared).__name__} follows from accelerator.gather_for_metrics, which is for metrics: "
@@ -449,8 +449,9 @@ def _refuse_write(self: Any, name: str, value: object = None) -> None:
     if isinstance(value, GatheredMetric):  # of this call's `self` alone
         vars(self)[name] = value
         return
+    method = vars(self).get(_METHOD, "compute_loss")
     raise TaskError(
-        f"compute_loss of {type(self).__name__} changes self.{name}, which trials of a search would share and no checkpoint "
+        f"{method} of {type(self).__name__} changes self.{name}, which trials of a search would share and no checkpoint "
         f"holds: leave the change out, report by compute_metrics, or {_REMEDY}"
     )
 

@@ -17,7 +17,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallbac
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hydra_tune.task import length_of
-from hydra_tune_transformers.around import has_state, holds_part, losses_around
+from hydra_tune_transformers.around import holds_part, losses_around
 from hydra_tune_transformers.own_loss import has_metrics, own_loss_of, refused_attributes
 
 TAKEN_OVER = frozenset(
@@ -273,7 +273,10 @@ def _forward(trainer: Trainer) -> Iterator[str]:
     args, compute_loss = trainer.args, type(trainer).compute_loss
     # Without the cache that checkpointing turns off, models may take other kernels; the loss of trl has turned the cache off.
     if args.activation_checkpointing and _name_of(compute_loss) not in _WITHOUT_AUTOCAST:
-        yield "activation_checkpointing=True: leave it out; the pool recomputes activations where a device lacks room for them"
+        yield (
+            "activation_checkpointing=True: leave it out; the pool recomputes activations where a device lacks room for them. "
+            "Where True is the default, as of trl, set gradient_checkpointing=False"
+        )
     elif args.activation_checkpointing and (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
         yield "activation_checkpointing=True with use_reentrant=True: leave use_reentrant out, which has other gradients"
     has_loss = own_loss_of(trainer) is not None and _name_of(compute_loss) not in _WITHOUT_AUTOCAST
@@ -352,9 +355,10 @@ def _losses(trainer: Trainer) -> Iterator[str]:
             yield f"{text}, which holds a part of the model as well: read the part from the model"
         if trainer.model_init is not None:
             yield f"{text}, and a model_init: give model=, and make the module in the function that makes the Trainer"
-        if has_state(loss) and trainer.args.max_grad_norm:
+        is_trained = any(parameter.requires_grad for parameter in loss.parameters())
+        if is_trained and trainer.args.max_grad_norm:
             yield f"{text}, with tensors of its own, whose gradients Trainer does not clip: set max_grad_norm=0"
-        if has_state(loss) and _ZEROING.isdisjoint(_name_of(type(each)) for each in trainer.callback_handler.callbacks):
+        if is_trained and _ZEROING.isdisjoint(_name_of(type(each)) for each in trainer.callback_handler.callbacks):
             yield f"{text}, with tensors of its own, whose gradients Trainer does not zero: make these a part of the model"
 
 

@@ -28,7 +28,7 @@ class _ThreadMutedStream:
         self._muted = threading.get_ident()
 
     def write(self, text: str) -> int:
-        return str.__len__(text) if threading.get_ident() == self._muted else self._stream.write(text)
+        return len(text) if threading.get_ident() == self._muted else self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
