@@ -154,7 +154,7 @@ class PoolCheckpointWriter:
                 first_choice, number = self.root / folder_name(name), 1
                 folder = first_choice
                 # A folder of another run, which may have no checkpoint yet, is never overwritten.
-                while folder in self._taken or generations(folder) or is_locked(folder):
+                while folder in self._taken or generations(folder) or _is_held(folder):
                     number += 1
                     folder = first_choice.with_name(f"{first_choice.name}~{number}")
             self._taken.add(folder)
@@ -487,6 +487,14 @@ class TrialCheckpointer:
 
     def _ended(self) -> CheckpointError:
         return CheckpointError(f"{self._name} is over ({self._end or 'failed'}) and was not saved before")
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether another run holds a folder; a lock that cannot be opened counts as free, and the first write names the error."""
+    try:
+        return is_locked(folder)
+    except OSError:
+        return False
 
 
 def _copy(trial: SnapshotSource, labels: Mapping[str, Any], asked: list[Future[CheckpointContent]]) -> None:
