@@ -1,7 +1,8 @@
 """The scheduler's records of a job, with the estimate of its remaining time, and of a device.
 
-`transitions.py` changes the records at each event, and `Scheduler` (`machine.py`) when a unit starts or a job is
-admitted; `SchedulerState` (`state.py`) holds the records until the job is over or the device is lost.
+`transitions.py` changes the records at each event, and `Scheduler` (`machine.py`) when a unit starts, a burst is asked
+to end, or a job is admitted; `SchedulerState` (`state.py`) holds the records until the job is over or the device is
+lost.
 """
 
 from collections.abc import Mapping

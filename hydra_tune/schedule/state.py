@@ -1,4 +1,4 @@
-"""`SchedulerState`: the scheduler's memory, changed only by its methods; `SchedulerStateDraft`: uncommitted changes.
+"""`SchedulerState`: the scheduler's memory; `SchedulerStateDraft`: uncommitted changes.
 
 `Scheduler` applies events through `transitions.py`; several events at once go to a draft, which takes effect when all
 events are accepted. The module must not judge whether an event is allowed, nor choose a unit.

@@ -3,8 +3,9 @@
 Figure 3: how long feature maps lie idle, the memory over a step, and the peak against the number of fused trials.
 Figure 9: the seconds that each way of the portfolio computes, recomputes, waits and hides, and its memory.
 
-`pool/dry_run/step_profiles.py` computes the figures for `hydra-tune plan --profile`, once for each kind of trial, and
-`cli/dry_run/plan_figures.py` prints the figures. Nothing in training reads them.
+`pool/dry_run/step_profiles.py` computes the figures for `HydraExecutor.plan(profile=...)` and `hydra-tune plan
+--profile`, once for each kind and number of trials, and `cli/dry_run/plan_figures.py` prints the figures. Nothing in
+training reads them.
 """
 
 from collections.abc import Callable
