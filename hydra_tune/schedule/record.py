@@ -92,16 +92,13 @@ class JobRecord:
     """The scheduler's facts about a job. `transitions.py` and the scheduler change a record, then call `SchedulerState.put`.
 
     Args:
-        job: name of the job.
         order: place in the order of submission.
         priority: higher goes first.
         staggered: whether the job was submitted as staggered.
-        phase: present phase.
         stopped: whether the job ends with its present work; only while preparing or running.
         paused: whether the user holds the job back.
         ready: units that are ready or held back, in the order of execution; while other units of the job run, ready
             units are offered to otherwise idle devices.
-        running: the running unit by device.
         estimate: predicted remaining time, and time done.
         step_seconds: predicted time of a training step; the same for all jobs that are alike.
         told_step_seconds: step time of this job's last event; the job's remaining time is based on this step time.
@@ -197,7 +194,6 @@ class DeviceRecord:
     """The scheduler's facts about a device.
 
     Args:
-        device: name of the device.
         index: place in the order of adding.
         speed: 1 is nominal.
         job: the job of the running unit; None if the device is idle.

@@ -49,7 +49,6 @@ class RateArgument:
     Attributes:
         number: index of the rate within the group.
         dimensions: number of dimensions of the parameters that the rate multiplies.
-        dtype: of those parameters.
     """
 
     group: int

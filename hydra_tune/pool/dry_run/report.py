@@ -242,7 +242,6 @@ class CachedForecast:
 
     Attributes:
         prepared: the plan; kept alive because keys contain the plan's id.
-        found: the forecast.
     """
 
     prepared: PreparedPlan

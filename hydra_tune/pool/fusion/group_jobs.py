@@ -1,9 +1,9 @@
 """Carriers: jobs of the pool that run the jobs of a `FusedPool`, alone or as a group.
 
 `FusedPool` (`fused_pool.py`) asks `GroupJobLauncher` for a carrier at each submission; the preparer
-(`pool/runtime/preparer.py`) calls `make` once the carrier is admitted. `GroupEndHandler` (`group_completion.py`) asks for
-another carrier of a job that goes on (`carry_anew`), and for jobs that could join a group (`look_later`). The module must
-not know how a group computes.
+(`pool/runtime/preparer.py`) calls `make` once the carrier is admitted. `GroupEndHandler` (`group_completion.py`) and
+`GroupMatcher` (`group_matcher.py`) ask for another carrier of a job that goes on (`carry_anew`), and `GroupEndHandler`
+for jobs that could join a group (`look_later`). The module must not know how a group computes.
 
 Note: carriers. For each submitted job, `GroupJobLauncher` gives the pool a job of its own, the carrier. A carrier in
 preparation collects waiting jobs with the same fusion key, as many as a group may have, stops the carriers of those

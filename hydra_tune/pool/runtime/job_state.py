@@ -111,7 +111,6 @@ class JobState:
         spread: batches running side by side, while there are any.
         beside: due units of `spread`, by rank.
         outcome: how the job ends; set under the pool's lock, and kept, except that an error replaces "completed".
-        error: the reason of a failure.
         host_bytes: host memory granted to the job in bytes, or host memory and disk together.
         lent_bytes: the part of `host_bytes` granted for batches side by side.
         shared: files whose host memory the job shares with others, with their bytes; not part of `host_bytes`.

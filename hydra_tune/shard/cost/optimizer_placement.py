@@ -76,12 +76,7 @@ class PlacementCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerPlacementChoice:
-    """Place of the updates, and the reason.
-
-    Attributes:
-        place: "device" or "host".
-        reason: a sentence for the user.
-    """
+    """Place of the updates, and the reason."""
 
     place: OptimizerPlacement
     reason: str

@@ -106,7 +106,6 @@ class ShardChain:
     """A single step of a single trial.
 
     Args:
-        plan: the step cut into shards.
         store: store of the values between units.
         objective: maps the loss to the root of the backward; by default the loss itself.
         recomputed: graphs of shards that keep no activations although the plan says so; may grow.

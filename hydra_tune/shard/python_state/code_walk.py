@@ -77,7 +77,6 @@ class CodeWalk(abc.ABC):
         is_lenient: whether to pass over what cannot be followed, instead of raising.
 
     Attributes:
-        holders: the places found.
         self_references: places outside of the model that hold the model or a part of the model, and variables of functions
             that hold one of the model's tensors, in words.
         names, stored, makes_up_names: the arguments `names`, `stored` and `takes_all`, with what this walk adds.
