@@ -50,10 +50,7 @@ class JobTimeEstimate:
         self._predicted_seconds = self._measured_seconds = 0.0
 
     def finish(self, predicted_seconds: float, measured_seconds: float, remaining_seconds: float | None) -> None:
-        """Account for a finished unit.
-
-        Without `remaining_seconds`, the estimate corrects the last prediction.
-        """
+        """Account for a finished unit."""
         self.done_seconds += measured_seconds
         if remaining_seconds is not None:
             self.tell(remaining_seconds)

@@ -586,10 +586,7 @@ _BY_CONTENTS = frozenset(
 
 
 def _name_of_key(key: Any, place: int) -> str:
-    """Return a name of a mapping's key, which runs no code of a user and prints no tensor.
-
-    To print a tensor, torch switches off the modes of all threads for a moment, and a capture on another thread fails.
-    """
+    """Return a name of a mapping's key, which runs no code of a user and prints no tensor."""
     return repr(key) if isinstance(key, str | int | float | bytes | None) else f"{type(key).__name__} {place}"
 
 
