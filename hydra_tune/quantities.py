@@ -3,7 +3,7 @@
 The module handles only text and numbers and knows nothing of tensors or devices. `ExecutorSettings`
 (`pool/runtime/settings.py`) and `HydraExecutor` (`executor.py`) parse sizes and times among the options of a new
 executor, `TrainTask` (`task.py`) parses `split_operators`, and `cli/sweep_file/sweep_model.py` checks the sizes and
-times of a sweep file. Messages and tables of all packages format bytes and seconds here.
+times of a sweep file. Messages and tables format bytes and seconds here.
 """
 
 import math

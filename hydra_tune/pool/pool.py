@@ -434,7 +434,7 @@ class Pool:
             if core.is_closed:
                 message = "the executor is shut down" if core.error is None else f"the pool has broken: {core.error}"
                 raise HydraTuneError(f"{message}; make a new HydraExecutor") from core.error
-            # Names of jobs may repeat; the scheduler accepts a key only once.
+            # Names of jobs may repeat, but keys must not (`schedule/events.py`).
             number = next(self._numbers)
             key = f"{number}:{name or 'job'}"
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)

@@ -2,7 +2,7 @@
 
 After each call of `Scheduler.handle`, the driver carries the commands out in order and answers with events:
 `pool/runtime/dispatcher.py` in a pool, `pool/dry_run/executor.py` in a forecast, `simulate/engine/simulator.py` in a
-simulation.
+simulation, and `simulate/recorded/replay.py` in a replay.
 """
 
 from dataclasses import dataclass

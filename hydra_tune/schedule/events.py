@@ -1,8 +1,9 @@
 """Events of the scheduler, the only way in which the scheduler learns anything.
 
-Events are facts, and already true when the driver (`pool/runtime/dispatcher.py`, `pool/dry_run/executor.py` or
-`simulate/engine/simulator.py`) hands the events to `Scheduler.handle`. Strings name jobs and devices; a job's name is
-never used twice. Remaining times are estimates: they order the jobs, and nothing else depends on them.
+Events are facts, and already true when the driver (`pool/runtime/dispatcher.py`, `pool/dry_run/executor.py`,
+`simulate/engine/simulator.py` or `simulate/recorded/replay.py`) hands the events to `Scheduler.handle`. Strings name
+jobs and devices; a driver must not use a job's name twice. Remaining times are estimates: they order the jobs, and
+nothing else depends on them.
 """
 
 from dataclasses import dataclass

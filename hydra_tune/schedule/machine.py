@@ -12,7 +12,8 @@ Guarantees:
 * An idle device with a possible unit gets a unit in the very call that makes the unit possible, the fastest device
   first. A unit meant for an idle device (`near`) goes there. No unit waits for its preferred device while another
   device is free.
-* No job gets a device or is admitted before a job of higher priority that could be.
+* No job gets a device before an eligible job of higher priority, and no job is admitted before a queued job of higher
+  priority.
 * Within a priority, jobs are admitted in submission order, while fewer than `max_concurrent` jobs are preparing, ready
   or running.
 * Under staggered admission, within a priority, no job beyond the front gets a device before a job of the front that

@@ -1,7 +1,8 @@
 """The scheduler's records of a job, with the estimate of its remaining time, and of a device.
 
-`transitions.py` changes the records at each event, and `Scheduler` (`machine.py`) when a unit starts or a job is
-admitted; `SchedulerState` (`state.py`) holds the records until the job is over or the device is lost.
+`transitions.py` changes the records at each event, and `Scheduler` (`machine.py`) when a unit starts, a burst is asked
+to end, or a job is admitted; `SchedulerState` (`state.py`) holds the records until the job is over or the device is
+lost.
 """
 
 from collections.abc import Mapping
@@ -49,10 +50,7 @@ class JobTimeEstimate:
         self._predicted_seconds = self._measured_seconds = 0.0
 
     def finish(self, predicted_seconds: float, measured_seconds: float, remaining_seconds: float | None) -> None:
-        """Account for a finished unit.
-
-        Without `remaining_seconds`, the estimate corrects the last prediction.
-        """
+        """Account for a finished unit."""
         self.done_seconds += measured_seconds
         if remaining_seconds is not None:
             self.tell(remaining_seconds)
@@ -91,16 +89,13 @@ class JobRecord:
     """The scheduler's facts about a job. `transitions.py` and the scheduler change a record, then call `SchedulerState.put`.
 
     Args:
-        job: name of the job.
         order: place in the order of submission.
         priority: higher goes first.
         staggered: whether the job was submitted as staggered.
-        phase: present phase.
         stopped: whether the job ends with its present work; only while preparing or running.
         paused: whether the user holds the job back.
         ready: units that are ready or held back, in the order of execution; while other units of the job run, ready
             units are offered to otherwise idle devices.
-        running: the running unit by device.
         estimate: predicted remaining time, and time done.
         step_seconds: predicted time of a training step; the same for all jobs that are alike.
         told_step_seconds: step time of this job's last event; the job's remaining time is based on this step time.
@@ -196,7 +191,6 @@ class DeviceRecord:
     """The scheduler's facts about a device.
 
     Args:
-        device: name of the device.
         index: place in the order of adding.
         speed: 1 is nominal.
         job: the job of the running unit; None if the device is idle.

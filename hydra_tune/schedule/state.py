@@ -1,10 +1,10 @@
-"""`SchedulerState`: the scheduler's memory, changed only by its methods; `SchedulerStateDraft`: uncommitted changes.
+"""`SchedulerState`: the scheduler's memory; `SchedulerStateDraft`: uncommitted changes.
 
 `Scheduler` applies events through `transitions.py`; several events at once go to a draft, which takes effect when all
 events are accepted. The module must not judge whether an event is allowed, nor choose a unit.
 
-`put`, `drop`, `put_device` and `drop_device` also update everything derived from the records: the queue, the idle
-devices, the slots taken, and the policy's views. `tests/support/schedule_invariants.py` recomputes each derived table.
+`put`, `drop`, `put_device` and `drop_device` also update everything derived from the records, such as the queue, the
+idle devices and the policy's views. `tests/support/schedule_invariants.py` recomputes each derived table.
 """
 
 from bisect import bisect_left, insort

@@ -1,8 +1,8 @@
 """Algorithm G: the bytes on the device, instruction by instruction.
 
-`planner/passes/swap_recompute.py` simulates all segments here in each round, and the other passes simulate their changes.
-`planner/search/portfolio.py` takes the peak of each finished plan, and `PlannedStep` (`fusion/runtime/step_planner.py`)
-simulates the ends as well.
+`planner/passes/swap_recompute.py` simulates all segments here in each round, and the other passes simulate their
+changes. `planner/search/portfolio.py` takes the peak of each finished plan, `planner/search/figures.py` reports
+`curve`, and `PlannedStep` (`fusion/runtime/step_planner.py`) simulates the ends as well.
 
 Differs: the paper adds up five sums over tensors, and counts `static_mem` and, in line 3, swapped and recomputed
 tensors twice. Here every storage is counted once, from the instruction that makes the storage to the instruction that

@@ -4,10 +4,10 @@
 segment, `planner/search/figures.py` reports the memory of a step over time, or `planner/passes/graph_rewrite.py` writes the
 merged graph. Instructions and sequences never change once made, so threads may share them (note on reuse in `lowering.py`).
 
-Note: speed. Planning simulates each segment thousands of times, and between the few operators with a decision, operators
-just follow each other. `InstructionSequence` adds up the time and memory of a sub-array's operators once, and a
-simulation looks up a whole slice of them. A sequence counts time in whole picoseconds, so that a sum does not depend on
-where a slice is cut.
+Note: speed. Planning simulates each segment many times, and between the few operators with a decision, operators just
+follow each other. `InstructionSequence` adds up the time and memory of a sub-array's operators once, and a simulation
+looks up a whole slice of them. A sequence counts time in whole picoseconds, so that a sum does not depend on where a
+slice is cut.
 """
 
 from bisect import bisect_left

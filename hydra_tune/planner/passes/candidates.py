@@ -23,7 +23,7 @@ from hydra_tune.planner.ir.step_profile import SubArrayProfile
 from hydra_tune.planner.passes.recompute_updates import is_there, settled
 
 SMALLEST_SHARE = 512
-"""Feature maps smaller than 1/512 of the largest are kept: they are numerous, and moving small tensors frees nothing."""
+"""Feature maps smaller than 1/512 of the largest are kept: they are numerous, and moving small tensors frees little."""
 
 
 def candidates_of(array: SubArrayProfile, side: int) -> dict[str, FeatureMapCandidate]:

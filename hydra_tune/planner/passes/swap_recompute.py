@@ -9,8 +9,8 @@ Differs from the algorithm as printed:
 * Line 17: the recomputing branch takes out the recomputed candidate.
 * Candidates of both sub-arrays of a pair are decided on together, because each decision shows in both segments.
 * Candidates are the maps that lie idle at the peak: no other map brings the peak down.
-* A candidate is only swapped, never recomputed, where a source of the candidate is recomputed, and the source is random
-  or would be overwritten by the update by then.
+* A candidate is only swapped, never recomputed, where a source of the candidate is recomputed, and the operators of
+  both cannot run again by then (`holds` in `planner/ir/lineage.py`).
 * Where no candidate is left to bring the peak down, the forward operators multiplexed in the segment are taken out.
 * If the peak is still too high, swapped maps that the backward uses on both sides of the peak leave the device there
   once more (`double_swap.py`).

@@ -2,15 +2,14 @@
 
 `StepPlanner` (`fusion/runtime/step_planner.py`) has each step profiled before the first plan of the step;
 `pool/dry_run/step_profiles.py` hands the profiler to `TaskProfileCache` (`fusion/runtime/task_profiles.py`) for
-`HydraExecutor.plan(profile=...)` and `hydra-tune plan --profile`. `StepPlanner` borrows the device, shares `GATE`
-(`shard/capture/capture_lock.py`) and computes with a single thread meanwhile: the profiler does none of these.
+`HydraExecutor.plan(profile=...)` and `hydra-tune plan --profile`. The callers borrow the device, share `GATE`
+(`shard/capture/capture_lock.py`) and compute with a single thread meanwhile: the profiler does none of these.
 `output_layouts.py` borrows `array_of` and `CpuClock`. The module must not know plans.
 
 The graph runs node by node on made-up numbers, with a single warm-up and three measured runs, of which medians are
 taken. Every feature map goes to the host after its last use in the forward, and comes back before its first use in the
-backward (stages 1 and 3). So a sub-array that does not fit the device can be profiled: only the storages of a single
-node have to fit beside the static tensors. On CUDA a node's time is the time of its kernels, which are launched behind
-a pause that is longer than the launches.
+backward (stages 1 and 3). So a sub-array can be profiled whose feature maps do not fit the device together. On CUDA a
+node's time is the time of its kernels, which are launched behind a pause that is longer than the launches.
 
 Differs: where the host computes, reading the clock takes as long as a small node, and a node right behind another finds
 more in the caches. So each run is followed by passes that time only whole stretches between copies, and the nodes'

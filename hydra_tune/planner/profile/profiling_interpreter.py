@@ -1,6 +1,7 @@
 """Run of a step's graph, node by node, for its profile (Algorithm A).
 
-Feature maps are on the host between the forward and the backward, so a step larger than the device can be profiled.
+Feature maps are on the host between the forward and the backward, so a step can be profiled whose maps do not fit the
+device together.
 
 `profiler.py` runs a graph several times here, and reads the seconds of nodes and copies from a `ProfilingClock`;
 `output_layouts.py` looks at the layouts of results. The module must not know plans or budgets: every feature map makes
@@ -10,8 +11,8 @@ Note: random numbers. A profile moves no trial's stream. Made-up numbers come fr
 from states that belong to no trial; on a GPU, each draw sets the GPU's default generator to such a state, in turn with
 trials (`CudaGenerator.in_turn`).
 
-Note: locks. The module takes only the lock of `in_turn`. `StepPlanner` (`fusion/runtime/step_planner.py`) borrows the
-device, shares `GATE` (`shard/capture/capture_lock.py`) and computes with a single thread while a graph is profiled.
+Note: locks. The module takes only the lock of `in_turn`. The callers of `profiler.py` borrow the device, share `GATE`
+(`shard/capture/capture_lock.py`) and compute with a single thread while a graph is profiled.
 """
 
 from collections.abc import Callable, Mapping

@@ -4,9 +4,10 @@
 copy and each wait of a merged graph. `step_timer.py` adds `waited_seconds` to a step's CPU time.
 `planner/profile/copy_handoff_cost.py` times a `ThreadCopyEngine`. The module must not decide what is copied.
 
-Note: threads. The thread that runs the graphs calls the engine. `ThreadCopyEngine` copies in a thread of its own, which
-`close` ends; errors of that thread are raised where the copy is waited for. Each storage has a single host buffer, so a
-storage must have come back before its next copy to the host begins.
+Note: threads. The thread that runs the graphs calls the engine; `close` may come from another thread.
+`ThreadCopyEngine` copies in a thread of its own, which `close` ends; errors of that thread are raised where the copy is
+waited for. Each storage has a single host buffer, so a storage must have come back before its next copy to the host
+begins.
 
 Note: stream order. Device memory is taken and given back in the order of the compute stream alone. So a copy to the host
 waits, by an event, for the computation queued before. The source's memory is given back behind the copy's end on the

@@ -1,4 +1,4 @@
-"""Execution of a planned pair: prologue, steps in turn, and epilogue.
+"""Execution of a planned sub-array, or of a pair: prologue, steps in turn, and epilogue.
 
 A pair begins with a forward alone. From then on the two merged graphs alternate, `[BW_0, FW_1]` and `[BW_1, FW_0]`. The
 last backward of the sub-array that has had its forward ends the run. When a sub-array has no more steps to make, its

@@ -3,8 +3,9 @@
 Figure 3: how long feature maps lie idle, the memory over a step, and the peak against the number of fused trials.
 Figure 9: the seconds that each way of the portfolio computes, recomputes, waits and hides, and its memory.
 
-`pool/dry_run/step_profiles.py` computes the figures for `hydra-tune plan --profile`, once for each kind of trial, and
-`cli/dry_run/plan_figures.py` prints the figures. Nothing in training reads them.
+`pool/dry_run/step_profiles.py` computes the figures for `HydraExecutor.plan(profile=...)` and `hydra-tune plan
+--profile`, once for each kind and number of trials, and `cli/dry_run/plan_figures.py` prints the figures. Nothing in
+training reads them.
 """
 
 from collections.abc import Callable
@@ -97,7 +98,7 @@ class ComparedSystem:
         stands_for: name in the paper; "" where the paper has none.
         sub_arrays: number of trials of each sub-array; sub-arrays that run in turn, as a pair, are together.
         ways: how each pair runs.
-        seconds: in all.
+        seconds: of computing, recomputing and stalls together.
         compute_seconds: of operators that any way runs.
         recompute_seconds: of operators that run again.
         stall_seconds: of waiting for copies, handing copies over, and making small copies.
@@ -129,7 +130,6 @@ class StepFigures:
 
     Attributes:
         num_trials: number of trials in each system.
-        device_bytes: the device's memory.
         limit_bytes: limit that the systems were planned for: the device's memory, or less, where all trials fit with
             everything kept.
         static_bytes: of a single trial's parameters, buffers, optimizer state and batch.

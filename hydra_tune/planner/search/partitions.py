@@ -5,10 +5,9 @@ sub-arrays, in pairs of the closest iteration times. Here a sub-array may also r
 and any two sub-arrays may be a pair: the time of its plan decides. Planning all parts takes too long, so the search
 plans only parts that may belong to the fastest partition.
 
-`Planner.portfolio` (`portfolio.py`) searches for the figures of `hydra-tune plan --profile` (`figures.py`), and `compared`
-(`fusion/runtime/planned_group_size.py`) searches before the pool forms a group. The search must not plan: its caller
-plans each part, and reports the seconds or the refusal. The search must not know groups or devices, and has no lock: a
-search belongs to one thread.
+`Planner.portfolio` (`portfolio.py`) searches for `figures.py`, and `compared` (`fusion/runtime/planned_group_size.py`)
+searches before the pool forms a group. The search must not plan: its caller plans each part, and reports the seconds or
+the refusal. The search must not know groups or devices, and has no lock: a search belongs to one thread.
 """
 
 from collections.abc import Callable

@@ -16,8 +16,7 @@ Sub-arrays that do not run are not on the device: their static tensors are spill
 the time to spill and load static tensors.
 
 `StepPlanner` (`fusion/runtime/step_planner.py`) plans the ways of a group, or of two groups in turn, before their
-planned steps run, and once more after a measured step has corrected the profiles. `figures.py` plans a whole portfolio for
-`hydra-tune plan --profile`. `autotune.py` compares parts of plans.
+planned steps run, and once more after a measured step has corrected the profiles. `figures.py` plans a whole portfolio.
 
 Note: a `Planner` has no lock, and belongs to the thread that made the `Planner`. The module must not know groups or devices:
 steps are counts and profiles here.

@@ -1,10 +1,10 @@
 """Run-off: candidates make steps in turns, and a candidate that is clearly slower leaves.
 
-In turns, each candidate finds the machine in the same state as the others. The run-off is a state without a clock:
-while a group trains, `StepPlanAutotuner` (`fusion/runtime/plan_autotuner.py`) asks for the next candidate and reports
-the seconds of a step. A step counts relative to the steps of the remaining candidates in the same turn, because a
-machine with other users changes its speed between turns. Benchmarks, such as `benchmarks/interleaving.py`, time ways of
-training in a run-off, too.
+In turns, the candidates find the machine in about the same state. The run-off is a state without a clock: while a group
+trains, `StepPlanAutotuner` (`fusion/runtime/plan_autotuner.py`) asks for the next candidate and reports the seconds of
+a step. A step counts relative to the steps of the remaining candidates in the same turn, because a machine with other
+users changes its speed between turns. Benchmarks, such as `benchmarks/interleaving.py`, time ways of training in a
+run-off, too.
 
 A run-off has no lock, and each call of `took` reports the step of the candidate that `next` names. The module must not
 know groups or devices.

@@ -9,10 +9,11 @@ reads the number at each step, but the graph keeps the number of the trace. So `
 which a scheduler of the user's own has changed such a number.
 
 `stack_of` (`fusion/runtime/step_planner.py`), `stack_now` (`fusion/runtime/step_arguments.py`) and `TaskProfileCache`
-(`fusion/runtime/task_profiles.py`) make the tracers: before a group runs, for a running group, and for `hydra-tune plan
---profile`. `StepPlanner` keeps each step's graph by the tracer's `key`, among others. `step_graph.py` traces the updates
-while a step's graph is built. `StepStateBinding` (`fusion/runtime/step_arguments.py`) asks for the initial state where
-a parameter has none, and for the rates as each planned step begins. The module must not know memory limits or schedules.
+(`fusion/runtime/task_profiles.py`) make the tracers: before a group runs, for a running group, and for
+`HydraExecutor.plan(profile=...)`. `StepPlanner` keeps each step's graph by the tracer's `key`, among others.
+`step_graph.py` traces the updates while a step's graph is built. `StepStateBinding`
+(`fusion/runtime/step_arguments.py`) asks for the initial state where a parameter has none, and for the rates as each
+planned step begins. The module must not know memory limits or schedules.
 
 Note: gate. Tracing changes the state of the whole process, so the caller of `traced` holds `GATE`
 (`shard/capture/capture_lock.py`) alone.

@@ -5,12 +5,12 @@ clipped by their common norm, all updates follow the norm (`grad_clip_graph.py`)
 gradients are alive at that point, and each update holds a copy of its own gradient beside them.
 
 The graph is traced on tensors without bytes (§3.2, step 3, and appendix B.1.2, B.1.3), so a step of any size can be
-traced. Random numbers have nodes of their own, placed just before the first use, in the order in which the step draws.
+traced. Random numbers have nodes of their own, placed before the first use, in the order in which the step draws.
 Differs: the paper has two graphs per sub-array. Here a single graph stores where forward and backward divide, and
 `planner/passes/graph_rewrite.py` merges the halves of two graphs.
 
 `StepPlanner` (`fusion/runtime/step_planner.py`) traces a group's step before the first plan of the step, and
-`fusion/runtime/task_profiles.py` traces steps for `hydra-tune plan --profile`.
+`fusion/runtime/task_profiles.py` traces steps for `HydraExecutor.plan(profile=...)`.
 
 Note: gate. Tracing changes the state of the whole process, so callers of `step_graph` hold `GATE`
 (`shard/capture/capture_lock.py`) alone.
@@ -49,7 +49,6 @@ class RateArgument:
     Attributes:
         number: index of the rate within the group.
         dimensions: number of dimensions of the parameters that the rate multiplies.
-        dtype: of those parameters.
     """
 
     group: int

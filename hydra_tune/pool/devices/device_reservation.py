@@ -1,10 +1,11 @@
 """`DeviceReservations`: exclusive use of a device between two units, with all of its memory, for work that is not a unit.
 
 `Pool` (`pool/pool.py`) makes the `DeviceReservations`, and each `Worker` (`pool/runtime/worker.py`) holds the device's
-turn (`DeviceUseLock`) for a unit. `StepPlanner` (`fusion/runtime/step_planner.py`) borrows a GPU to lay out or profile a
-step, on whichever thread makes the plan, and `GroupJobLauncher` (`pool/fusion/group_jobs.py`) borrows a GPU to time a group
-without a plan. Without exclusive use, the profile's memory would be missing from the ledger, kernels of unit and
-profile would alternate, the allocator's peak would include both, and either could run out of memory. CPU devices are
+turn (`DeviceUseLock`) for a unit. `StepPlanner` (`fusion/runtime/step_planner.py`) borrows a GPU to lay out or profile
+a step, on whichever thread makes the plan, `GroupJobLauncher` (`pool/fusion/group_jobs.py`) borrows a GPU to time a
+group without a plan, and `StepProfileCache` (`pool/dry_run/step_profiles.py`) to profile a step for a forecast. Without
+exclusive use, the profile's memory would be missing from the ledger, kernels of unit and profile would alternate, the
+allocator's peak would include both, and either could run out of memory. CPU devices are
 not borrowed: a profile there reads the thread's own CPU time, and uses host memory.
 
 Note: lock order. First the turn on a device, then a unit's memory lease, then the turn with a GPU's generator, then the

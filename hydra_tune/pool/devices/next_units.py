@@ -4,7 +4,9 @@ The prediction uses the pool's own scheduler and events, and questions are answe
 everything fits and no block comes over a link from another device, no worker asks, and a decision costs only the note
 of the jobs concerned. `Worker` (`pool/runtime/worker.py`) passes the question to a `BlockPrefetcher`, which asks as the
 unit's compute begins; a rehearsal (`pool/dry_run/executor.py`) does likewise. `JobDispatcher`
-(`pool/runtime/dispatcher.py`) notes each decision here. A wrong prediction costs a copy, and changes no number of a trial.
+(`pool/runtime/dispatcher.py`) notes each decision here. `JobState` (`pool/runtime/job_state.py`) and `JobPreparer`
+(`pool/runtime/preparer.py`) convert units by `unit_of`. A wrong prediction costs a copy, and changes no number of a
+trial.
 """
 
 import threading

@@ -2,10 +2,10 @@
 
 The ledger had room, or the unit would not have begun. So the device has less memory than configured, or cannot give the
 memory in one piece. `Worker` (`pool/runtime/worker.py`) runs every unit through `OutOfMemoryHandler`, which, after a
-shortage, evicts every block, returns the allocator's cache to the system, and repeats the unit where a repeat is
-bitwise equal (`train/loop/unit_rollback.py`). After a successful repeat, or where no repeat is possible, the device's
-ledger is lowered. If the repeat fails or is impossible, the unit's trial fails with an error that names the trial.
-Other trials lose only their residency on the device.
+shortage, evicts the blocks that find room elsewhere, returns the allocator's cache to the system, and repeats the unit
+where a repeat is bitwise equal (`train/loop/unit_rollback.py`). After a successful repeat, or where no repeat is
+possible, the device's ledger is lowered. If the repeat fails or is impossible, the unit's trial fails with an error
+that names the trial. Other trials lose only their residency on the device.
 
 Note: before the repeat, nothing may keep the first run's tensors alive: the error's frames are cleared, and the repeat
 runs outside the `except` block.

@@ -1,10 +1,10 @@
 """Forecast of tasks before training: device memory, and traffic between devices and host.
 
-Each task's model is built, captured, cut and checked as in the pool, and some steps are timed
-(`train/timing/step_timing.py`). Then the scheduler and the pagers of a run rehearse some steps on tensors without bytes
-(`train/timing/fake_trial.py`), and the forecast counts the bytes moved and taken. `Pool.plan` (`pool/pool.py`) makes
-the forecast when a program calls `HydraExecutor.plan`; `cli/dry_run/planning.py` asks for a forecast of each
-configuration of `hydra-tune plan`.
+Each task's model is built, captured and cut as in the pool. Where model and step are small enough, the plan is also
+checked, and on CPU devices some steps are timed (`train/timing/step_timing.py`). Then the scheduler and the pagers of a
+run rehearse some steps on tensors without bytes (`train/timing/fake_trial.py`), and the forecast counts the bytes moved
+and taken. `Pool.plan` (`pool/pool.py`) makes the forecast when a program calls `HydraExecutor.plan`;
+`cli/dry_run/planning.py` asks for a forecast of each configuration of `hydra-tune plan`.
 
 Note: a forecast runs on one thread of its own with one intra-op thread, like a worker's, and must leave the caller's
 torch settings and the state of the tasks' Python as found (`Pool.plan`).
@@ -242,7 +242,6 @@ class CachedForecast:
 
     Attributes:
         prepared: the plan; kept alive because keys contain the plan's id.
-        found: the forecast.
     """
 
     prepared: PreparedPlan

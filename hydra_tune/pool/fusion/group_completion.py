@@ -5,8 +5,8 @@ memory has run out. A carrier's event stream (`fused_job.py`) calls `GroupEndHan
 carrier's end; `LiveGroup` (`live_group.py`) does so when a member ends or leaves. `GroupJobLauncher` (`group_jobs.py`)
 owns the handler.
 
-Note: reports arrive under the pool's lock, ends mostly without. So calls into the pool, and new carriers, go through the
-`timer` thread of `FusedJobTable`. A job of an ended group either ends or gets a new carrier, never both.
+Note: reports arrive under the pool's lock, ends mostly without. So carriers are resumed and submitted on the `timer`
+thread of `FusedJobTable`. A job of an ended group either ends or gets a new carrier, never both.
 """
 
 import logging

@@ -1,9 +1,9 @@
 """Carriers: jobs of the pool that run the jobs of a `FusedPool`, alone or as a group.
 
 `FusedPool` (`fused_pool.py`) asks `GroupJobLauncher` for a carrier at each submission; the preparer
-(`pool/runtime/preparer.py`) calls `make` once the carrier is admitted. `GroupEndHandler` (`group_completion.py`) asks for
-another carrier of a job that goes on (`carry_anew`), and for jobs that could join a group (`look_later`). The module must
-not know how a group computes.
+(`pool/runtime/preparer.py`) calls `make` once the carrier is admitted. `GroupEndHandler` (`group_completion.py`) and
+`GroupMatcher` (`group_matcher.py`) ask for another carrier of a job that goes on (`carry_anew`), and `GroupEndHandler`
+for jobs that could join a group (`look_later`). The module must not know how a group computes.
 
 Note: carriers. For each submitted job, `GroupJobLauncher` gives the pool a job of its own, the carrier. A carrier in
 preparation collects waiting jobs with the same fusion key, as many as a group may have, stops the carriers of those
@@ -11,12 +11,12 @@ jobs, and runs the group. A carrier that finds no other job, or whose trial cann
 job that has left a group goes on in a group of its own.
 The end of a carrier is passed on to the jobs that it carries (`group_completion.py`).
 
-Note: late joiners. While a group has room, a job with the group's key needs no carrier. The trial is built and begun
-beside the group, on the preparer's thread or a thread of `FusedJobTable`, and joins the group between two steps
-(`live_group.py`). A paused job leaves the group with its state, and returns as a joiner or gets another carrier.
+Note: late joiners. While a group has room, a waiting job with the group's key may join. The trial is built and begun
+beside the group, on the preparer's thread or the `building` thread, and joins between two steps (`live_group.py`). A
+paused job leaves the group with its state, and returns as a joiner or gets another carrier.
 
-Note: locks. The tables and the jobs' entries change under the pool's lock (`Pool.changed`). Members' trials are
-built, and carriers submitted, stopped and cancelled, without the lock; a group's trial is put together, and `Pool.hold`
+Note: locks. The tables and the jobs' flags change under the pool's lock (`Pool.changed`). Members' trials are built,
+and carriers submitted, stopped and cancelled, without the lock; a group's trial is put together, and `Pool.hold`
 called, under the lock.
 """
 

@@ -1,12 +1,13 @@
 """Table of a `FusedPool`: the jobs that are not over, and the running groups.
 
 `FusedPool` (`fused_pool.py`) enters each job at the submission, `GroupJobLauncher` (`group_jobs.py`) enters each group
-that forms, and `GroupEndHandler` (`group_completion.py`) removes jobs and groups that end. `GroupMatcher`
-(`group_matcher.py`) looks for jobs here, and `MemberLoaders` (`group_loaders.py`) for members that draw. `Pool` calls `close`
-at its shutdown (`Pool.at_close`). The module must not know how a group computes.
+that forms, and `GroupEndHandler` (`group_completion.py`) removes groups that end. `GroupMatcher` (`group_matcher.py`)
+looks for jobs here, and `MemberLoaders` (`group_loaders.py`) for members that draw. `Pool` calls `close` at its
+shutdown (`Pool.at_close`). The module must not know how a group computes.
 
-Note: the table uses the pool's lock. Calls into the pool in reaction to an event are made without the lock, on the
-`timer` thread. Only `FusedJobTable.over` ends a job, and closes its trial without the lock, because a close runs users' code.
+Note: the table uses the pool's lock. In reaction to an event, carriers are resumed and submitted without the lock, on
+the `timer` thread. Only `FusedJobTable.over` ends a job, and closes its trial without the lock, because a close runs
+users' code.
 """
 
 from collections.abc import Hashable

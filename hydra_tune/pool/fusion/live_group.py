@@ -68,13 +68,11 @@ class LiveGroup:
     Args:
         carrier: the pool's job that runs the group.
         key: the fusion key of all members.
-        keeping: receives news about members.
         building: thread that makes plans for other sizes, and times smaller groups.
         timer: thread that calls the pool, to wake the group and to send joiners back.
         unplanned: alternative to planned steps; None: the group needs no plan.
 
     Attributes:
-        trial: the group's trial, once made.
         entries: members that are not over and have not left.
         arrivals: members that join as soon as there is room.
         is_over: whether no job can join any more.

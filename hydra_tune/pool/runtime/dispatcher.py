@@ -426,7 +426,7 @@ class JobDispatcher:
                 return False
             log_retry(self.log, job.key, error)
             faults = (*record.faults, first_line(error))
-            # A new key, because the scheduler never accepts a name twice (`schedule/events.py`).
+            # A new key, because no name of a job may be used twice (`schedule/events.py`).
             first_key = job.key.rpartition("~")[0] if record.faults else job.key
             job.key = f"{first_key}~{len(faults)}"
             begin = self._faults.beginning(record, error)

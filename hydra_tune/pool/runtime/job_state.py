@@ -3,8 +3,8 @@
 `Pool.submit` (`pool/pool.py`) makes a `JobState` as the counterpart of the public `Job`, and `JobDispatcher`
 (`dispatcher.py`) makes another, with another key, for a job that begins again. The scheduler refers to the job by
 `JobState.key`. The preparer (`preparer.py`) sets the trial. A device's worker (`worker.py`) takes a due unit from the
-record, runs the unit, and asks `JobState.go_on` for the next step. When the job ends, the dispatcher calls
-`JobState.finish`, and the record frees the trial's memory and returns a `Result`.
+record, runs the unit, and asks `JobState.go_on` for the next step. When the job ends, the dispatcher, or after a
+breakdown `Pool.shutdown`, calls `JobState.finish`, which frees the trial's memory and returns a `Result`.
 
 Note: locks. `outcome`, `pending` and the other facts for the scheduler change under the pool's lock or on the only
 thread that advances the trial. A thread that advances or saves the trial holds `turn`; a thread with the pool's lock
@@ -111,7 +111,6 @@ class JobState:
         spread: batches running side by side, while there are any.
         beside: due units of `spread`, by rank.
         outcome: how the job ends; set under the pool's lock, and kept, except that an error replaces "completed".
-        error: the reason of a failure.
         host_bytes: host memory granted to the job in bytes, or host memory and disk together.
         lent_bytes: the part of `host_bytes` granted for batches side by side.
         shared: files whose host memory the job shares with others, with their bytes; not part of `host_bytes`.

@@ -5,8 +5,8 @@ If a job's loader delivers no first batch, the thread stays with the job, and a 
 (`dispatcher.py`) queues a job for the thread when the scheduler admits the job.
 
 Note: order. The thread waits for host memory with the job at hand, so host memory is granted in the order of admission,
-apart from jobs whose loader is slow.
-Each job taken from the queue ends in exactly one `JobAdmitted` or `JobRejected`, or is abandoned by the loader watch.
+apart from jobs whose loader is slow. Each job taken from the queue ends in exactly one `JobAdmitted` or `JobRejected`,
+or is abandoned, by the loader watch or by a breakdown of the pool.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """The worker of a device: runs units from the device's inbox and hands the next due units to the scheduler.
 
 The update of the same shard that follows a backward runs along with the backward, without a decision of the scheduler.
-During a unit's compute the worker prefetches blocks of the predicted next unit, unless the pool sends nothing ahead.
+During a unit's compute the worker may prefetch blocks of the predicted next unit (`memory/prefetch.py`).
 
 `Pool` (`pool/pool.py`) makes one `Worker` for each device, when the pool starts or when the device is added, and starts
 the worker's thread. The module must not choose units or know how a unit computes: the scheduler chooses, and the unit

@@ -8,7 +8,7 @@ bind nobody.
 Note: two ways to write a policy. `Policy` is a single method that receives every eligible job on each call. A single
 method is enough for a few hundred jobs. `IncrementalPolicy` makes a `Selection`. A selection hears of each job that
 becomes eligible or ceases to be, and so can keep the jobs in order: the cost of a choice need not grow with the number
-of jobs. All policies of this package are incremental, and offer `choose`, too.
+of jobs. All policies of `registry.py` are incremental, and offer `choose`, too.
 
 Note: priorities. `PriorityLevels` never asks for a job of lower priority while a job of higher priority is eligible, as
 each level has a selection of its own (`schedule/levels.py`), so no policy needs to look at priorities.

@@ -1,6 +1,7 @@
 """Batches as trees: their tensor leaves, and the signature for which a capture is valid.
 
-The signature holds all that a graph bakes in: shapes, strides, dtypes, containers and every plain Python value.
+The signature holds all that a graph bakes in: shapes, strides, dtypes, needs of gradients, containers and every plain
+Python value.
 
 `SingleTrial` (`train/single_trial.py`) flattens each batch before looking up a plan, `OwnCodeTrial`
 (`train/own_code_trial.py`) the pieces for which a plan may be found, `MemberBatchRequest` (`fusion/group/member.py`) each

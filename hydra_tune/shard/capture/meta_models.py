@@ -1,10 +1,11 @@
 """Models that are too large to build just for a look: their large tensors have sizes but no bytes.
 
-Small tensors are real, so that a factory can read values computed from small tensors: rates per layer, masks, tables.
-`pool/dry_run/report.py` builds such a model when the real model is too large for a forecast, and `captured_graph`
-(`shard/partition/trial_step.py`) captures the step of such a model on a copy without bytes. `TrialRehearsal`
-(`train/timing/fake_trial.py`) rehearses every model on a copy without bytes, and `hollow_twin_of`
-(`shard/partition/trial_step.py`) makes a copy in memory that nobody touches, for a plan check without values.
+Small tensors that come from no large ones are real, so that a factory can read values computed from small tensors:
+rates per layer, masks, tables. `pool/dry_run/report.py` builds such a model when the real model is too large for a
+forecast, and `captured_graph` (`shard/partition/trial_step.py`) captures the step of such a model on a copy without
+bytes. `TrialRehearsal` (`train/timing/fake_trial.py`) rehearses every model on a copy without bytes, and
+`hollow_twin_of` (`shard/partition/trial_step.py`) makes a copy in memory that nobody touches, for a plan check without
+values.
 
 Such a model is forecast and never trained. Trials and plan caches ask `is_unbuilt`, and must then neither run such a model
 whole nor ask the model's code for answers, and a trial's plan cache sets no guard.

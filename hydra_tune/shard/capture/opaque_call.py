@@ -36,7 +36,6 @@ class OpaqueCall:
     """Calls a Function with plain arguments that do not change, and with tensors that do.
 
     Args:
-        function: the Function.
         arguments: arguments of `apply`, with `_TENSOR` in the place of tensors.
 
     Attributes:

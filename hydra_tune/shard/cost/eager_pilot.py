@@ -39,7 +39,6 @@ class EagerCost:
     """Measurements of a run.
 
     Attributes:
-        names: names of the step's results.
         workspace: peak of the bytes made by the step.
         spilled_bytes: peak of the host memory for spilled activations.
     """

@@ -63,7 +63,6 @@ class PieceCountChoice:
 
     Attributes:
         count: pieces of each batch; if no number fits, a piece per sample.
-        samples: samples of a batch.
         tried: expected cost for each number, in order; None for a number that does not fit.
     """
 

@@ -1,7 +1,8 @@
 """Chooses the place of a trial's updates, on the device or on the host, if the user leaves the choice to the pool.
 
 `ShardPartitionPlanner` (`shard/partition/partition_planner.py`) calls `choose_placement` if the executor has
-`optimizer_placement="auto"`, when a trial's first training step is cut.
+`optimizer_placement="auto"`, when the first training step of a trial is cut. `budget_of` (`pool/runtime/cut_budget.py`)
+has the `MachineSpeeds` measured.
 
 Note: the rule. A step with updates on the device moves parameters, gradients and optimizer state that do not fit beside
 each other. A step with updates on the host moves the gradients down and the parameters up, whatever fits, and moves no
@@ -75,12 +76,7 @@ class PlacementCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerPlacementChoice:
-    """Place of the updates, and the reason.
-
-    Attributes:
-        place: "device" or "host".
-        reason: a sentence for the user.
-    """
+    """Place of the updates, and the reason."""
 
     place: OptimizerPlacement
     reason: str

@@ -1,11 +1,11 @@
 """Predicts the bytes moved between a device and the host in an optimizer step, from the pilot's costs of the shards.
 
-The module simulates a trial alone on its device for a few steps: the blocks needed by each unit, the victims spilled in the
-pager's order, and the blocks sent ahead meanwhile. Several batches of a step go through each shard together or one after
-the other, as in training (`train/parallel/batch_grouping.py`). The simulation moves whole shards. While a step is planned,
-`shard/partition/shard_size_search.py` (cuts), `optimizer_placement.py` (places of the updates) and `step_estimate.py`
-(numbers of pieces) ask for the prediction, with the `StepAccessPattern` of `shard/partition/partition_planner.py`. While a
-step runs, `train/parallel/batch_grouping.py` asks `is_worth_grouping`.
+The module simulates a trial alone on its device for a few steps: the blocks needed by each unit, the victims spilled in
+the pager's order, and the blocks sent ahead meanwhile. Several batches of a step go through each shard together or one
+after the other, as in training (`train/parallel/batch_grouping.py`). A simulated block holds all of a shard's tensors
+of a kind. While a step is planned, `shard/partition/shard_size_search.py` (cuts), `optimizer_placement.py` (places of
+the updates) and `step_estimate.py` (numbers of pieces) ask for the prediction, with the `StepAccessPattern` of
+`shard/partition/partition_planner.py`. While a step runs, `train/parallel/batch_grouping.py` asks `is_worth_grouping`.
 
 Note: the orders copy `memory/pager.py` and `memory/prefetch.py`, which this module must not import; a change there
 needs a change here. `tests/integration/test_packing.py` compares the prediction with a rehearsal.

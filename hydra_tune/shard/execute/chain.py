@@ -19,7 +19,7 @@ unit would leave devices idle. Such a unit drops the graph and recomputes. All C
 autograd, so there the graph works everywhere. For this reason a forward unit that keeps its graph also saves the inputs
 of a recompute.
 
-A value's key in the store is its name.
+A value's key in the store is its name. The modules of `train/` and `fusion/` find gradients by the keys made here.
 """
 
 from collections.abc import Sequence
@@ -106,7 +106,6 @@ class ShardChain:
     """A single step of a single trial.
 
     Args:
-        plan: the step cut into shards.
         store: store of the values between units.
         objective: maps the loss to the root of the backward; by default the loss itself.
         recomputed: graphs of shards that keep no activations although the plan says so; may grow.

@@ -42,7 +42,6 @@ class EagerStep:
     The state among the arguments is ignored: the module's parameters are the same objects, wherever their bytes are.
 
     Args:
-        model: the trial's module.
         num_state: number of tensors of the state, which come first among the arguments.
         names: names of the results, as of the first batch.
         trained: names of the parameters that the plan updates.

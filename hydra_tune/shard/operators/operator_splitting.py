@@ -37,7 +37,6 @@ class _SplitOperator:
     """A module in pieces.
 
     Attributes:
-        kind: class of the whole module.
         parameters: registry of parameters of the whole module.
     """
 
@@ -51,11 +50,8 @@ class _SplitParameter:
     """A parameter in pieces.
 
     Attributes:
-        name: name in the model.
         whole: the whole parameter, which the model had before and will have again.
         cut: dimension and sizes of the cut.
-        stride: stride of the whole parameter.
-        pieces: the trained pieces.
     """
 
     name: str
@@ -85,12 +81,7 @@ class _SplitParameter:
 
 
 class SplitOperators:
-    """The operators of a single model that are in pieces.
-
-    Args:
-        modules: the modules in pieces.
-        parameters: the modules' parameters, each once.
-    """
+    """The operators of a single model that are in pieces."""
 
     def __init__(self, modules: Sequence[_SplitOperator] = (), parameters: Sequence[_SplitParameter] = ()) -> None:
         self._modules = modules

@@ -50,7 +50,6 @@ class ShardPartitioner:
     """Cuts a captured step for a given capacity.
 
     Args:
-        pilot: measures candidate shards.
         analysis: positions of allowed cuts, and bytes that cross.
         num_nodes: number of nodes of the graph.
         budget_bytes: memory of the smallest device.

@@ -29,7 +29,6 @@ class Shard:
     """A shard of a plan.
 
     Attributes:
-        graph: computation of the shard.
         cost: bytes needed by the shard's units.
         needs_gradient: live-ins with a gradient.
         gradient_outputs: live-outs that hand a gradient back; a loss among the live-outs starts the backward.
@@ -65,7 +64,6 @@ class ShardPlan:
 
     Attributes:
         mode: "train" or "evaluate".
-        shards: shards in forward order.
         names: names of the step's results, in the order of `outputs`.
         outputs: values that are the step's results.
         constants: tensors used by the graph that belong to no trial, by placeholder name.
@@ -73,7 +71,6 @@ class ShardPlan:
         first_use, last_use: value -> first and last shard that uses the value.
         operators: the graph's operators in order; equal operators allow the same cuts for another batch size.
         eager: whether the only shard runs the user's own code instead of a graph.
-        computing: runner of the shards.
         why_eager: reason for running without a graph, in a line; "" with a graph.
         one_shard_bytes: most bytes that the step needs on a device as a single shard; 0: not counted, as for own code, for
             evaluations and for further kinds of batches.

@@ -83,7 +83,6 @@ class PreparedPlan:
     """A plan ready to run, and the times of its units on the host.
 
     Attributes:
-        plan: the step cut into shards.
         seconds: seconds of each unit, measured or estimated; None for an eager plan, which was not run in units.
         guard: questions of the step's Python about the batch's values; None if there are none.
         smallest_budget: finds the smallest device memory in bytes that still allows a cut, to a per mille; for an eager
@@ -141,15 +140,13 @@ class _ShardPlanCache:
 
 
 class PlanLibrary:
-    """Plans by the keys of `key_of`: architecture, mode, batch signature, and in training the optimizer's kind.
+    """Plans by the keys of `key_of` (`plan_request.py`).
 
     Args:
-        budget: budget of the cuts.
         most_checked_bytes: largest needs of a step whose plan is checked; None: all plans are checked.
         known: library of the same budget that checks all its plans; both libraries share the checked plans.
 
     Attributes:
-        checked: the checked plans.
         piece_counts: chosen numbers of pieces, by the situation of the choice.
     """
 

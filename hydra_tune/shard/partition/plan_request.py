@@ -39,7 +39,6 @@ class TrialStateLayout:
     that of a member of a group.
 
     Attributes:
-        plan: the first plan.
         owners: parameter or buffer -> index of the only shard that uses the tensor.
     """
 

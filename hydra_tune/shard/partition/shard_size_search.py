@@ -66,7 +66,6 @@ class ShardPartitionChoice:
     """The chosen cut, and all cuts considered.
 
     Attributes:
-        packing: the chosen cut.
         tried: all cuts; the cut with the largest shards comes first.
     """
 

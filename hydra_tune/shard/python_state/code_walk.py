@@ -1,11 +1,13 @@
 """`CodeWalk`: the part of a walk that follows functions, classes and attributes by the names in their code.
 
 `ReachableValues` (`reachable_values.py`) adds the values of all other kinds. The walk follows no code of an installed
-package. Of a function that a factory or decorator of a package returns, the walk follows the wrapped function alone;
-without a wrapped function, the walk notes the variables and defaults. Of an object of the user's, the walk notes the
-attributes that the walked code names; of an object of an installed package, all attributes, unless `_NOT_FOLLOWED` has the
-package. Where code reads attributes by any name (`takes_all`), all attributes in an object's `__dict__` count; slots and
-variables of a user's module count by name. A walk must not call the functions that the walk follows, or change a value.
+package. Of a function that a factory or decorator of a package returns, the walk follows the wrapped function, and the
+user's values in the variables of the wrapper; without a wrapped function, the walk notes all variables and the
+defaults. Of an object of the user's, the walk notes the attributes that the walked code names; of an object of an
+installed package, all attributes, unless `_NOT_FOLLOWED` has the package. An object of the user's whose class is
+derived from a package's counts likewise where the package may read attributes (`_reads_attributes`). Where code reads
+attributes by any name (`takes_all`), all attributes and slots of an object count, and all plain variables of the user's
+modules that such code names or imports. A walk must not call the functions that the walk follows, or change a value.
 """
 
 import abc
@@ -75,7 +77,6 @@ class CodeWalk(abc.ABC):
         is_lenient: whether to pass over what cannot be followed, instead of raising.
 
     Attributes:
-        holders: the places found.
         self_references: places outside of the model that hold the model or a part of the model, and variables of functions
             that hold one of the model's tensors, in words.
         names, stored, makes_up_names: the arguments `names`, `stored` and `takes_all`, with what this walk adds.

@@ -1,12 +1,14 @@
 """`ReachableValues`: walks from functions and from a model through the Python values that their code may read.
 
-The walk follows the user's functions, classes and modules, and no code of an installed package. Of an object of the user's,
-the walk notes the attributes that the walked code names; of an `nn.Module`, and of most objects of installed packages, all
-attributes, for at most four such objects in a row. Of sets, partials, threads, loaders, files, generators of numbers and
-arrays, the walk notes no attributes. Code that makes up names makes all attributes in a `__dict__` count. Each place that
-can hold another value later becomes a `ValueHolder`. `CodeWalk` (`code_walk.py`) follows code and attributes, and this
-module values by their kind. `walked` repeats the walk until no further names come in. All guards and checks of
-`state_guard.py` use the result, and so does `shard/capture/own_functions.py`. The module must not know tasks.
+The walk follows the user's functions, classes and modules, and no code of an installed package. Of an object of the
+user's, the walk notes the attributes that the walked code names; of an `nn.Module`, and of most objects of installed
+packages, all attributes. After four such objects in a row, except of packages of nested settings, only attributes that
+the walked code names count. Of sets, partials, threads, loaders, files, generators of numbers and arrays, the walk
+notes only attributes that the walked code names. Of other objects, all attributes count where code makes up names. Each
+place that can hold another value later becomes a `ValueHolder`. `CodeWalk` (`code_walk.py`) follows code and
+attributes, and this module values by their kind. `walked` repeats the walk until no further names come in. All guards
+and checks of `state_guard.py` use the result, and so does `shard/capture/own_functions.py`. The module must not know
+tasks.
 
 Note: objects may do anything where code looks at the objects, and other threads may change objects meanwhile. Where a look
 raises, a strict walk refuses the step (`CaptureError`), except below an object of an installed package. There, and
@@ -584,10 +586,7 @@ _BY_CONTENTS = frozenset(
 
 
 def _name_of_key(key: Any, place: int) -> str:
-    """Return a name of a mapping's key, which runs no code of a user and prints no tensor.
-
-    To print a tensor, torch switches off the modes of all threads for a moment, and a capture on another thread fails.
-    """
+    """Return a name of a mapping's key, which runs no code of a user and prints no tensor."""
     return repr(key) if isinstance(key, str | int | float | bytes | None) else f"{type(key).__name__} {place}"
 
 
