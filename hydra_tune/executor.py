@@ -59,6 +59,7 @@ from hydra_tune.pool.views.live_snapshot import SweepMonitor
 from hydra_tune.quantities import parse_seconds
 from hydra_tune.schedule import Policy
 from hydra_tune.shapes_only import refuse_shapes_only
+from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.partition.partitioner import NumShards
 from hydra_tune.simulate.recorded.recording import Recording
 from hydra_tune.task import Precision, TrainTask
@@ -459,6 +460,8 @@ class HydraExecutor:
             watch.add([job])
         return job
 
+    # Own code of another pool's trial may call this method and others below that wait: a job may have to be captured meanwhile.
+    @GATE.left()
     def clone(
         self,
         job: Job,
@@ -513,6 +516,7 @@ class HydraExecutor:
             )
         )
 
+    @GATE.left()
     def save_to(self, job: Job, folder: str | os.PathLike[str]) -> Path:
         """Write a checkpoint of a job to any folder, with or without a `checkpoint_dir`; the job continues.
 
@@ -604,6 +608,7 @@ class HydraExecutor:
         # Without `_folder_of`, which would start the pool and wait for pending writes.
         return bool(generations(self.checkpoint_dir / folder_name(name)))
 
+    @GATE.left()
     def suspend(self, jobs: Iterable[Job] | None = None, *, seconds: float | None = None) -> None:
         """Save jobs and end them, so that this or another process can resume the jobs later.
 
@@ -751,6 +756,7 @@ class HydraExecutor:
         # As in `stats`: also after the end.
         return (pool or self._started()).recording()
 
+    @GATE.left()
     def profile(
         self, tasks: TrainTask | Iterable[TrainTask], *, bandwidth: str | int | None = None, steps: int | None = None
     ) -> dict[str, Any]:
@@ -781,6 +787,7 @@ class HydraExecutor:
             tasks_by_name, bandwidth=bytes_per_second, steps=steps, max_concurrent=self.width
         )
 
+    @GATE.left()
     def plan(
         self, tasks: TrainTask | Iterable[TrainTask], *, probe: bool = False, profile: bool | int = False
     ) -> PoolForecast:
@@ -847,6 +854,7 @@ class HydraExecutor:
             lambda: open_device(name, self._settings.device_memory, self._settings.link_bandwidth, cpu_budget=budget),
         )
 
+    @GATE.left()
     def remove_device(self, name: str) -> None:
         """Remove a device from the pool; waits until the device's running unit is over and its memory is freed.
 
@@ -861,6 +869,7 @@ class HydraExecutor:
         """
         self._started().remove_device(name)
 
+    @GATE.left()
     def shutdown(self) -> None:
         """Cancel all unfinished jobs, wait for running units, and end all threads. May be called again.
 

@@ -225,6 +225,7 @@ class Job:
         check_priority(priority)
         self._pool.prioritize(self, priority)
 
+    @GATE.left()  # as in `result`
     def checkpoint(self, timeout: float | None = None) -> Path:
         """Save the job after the present optimizer step, and wait until the checkpoint is on disk.
 

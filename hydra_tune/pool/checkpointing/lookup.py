@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra_tune.checkpoint.files import file_error
 from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
 from hydra_tune.checkpoint.lock import is_locked
 from hydra_tune.errors import CheckpointError, HydraTuneError
@@ -81,7 +82,11 @@ def remove_checkpoint(folder: Path) -> None:
         CheckpointError: the trial is running.
         FileError: the system refuses.
     """
-    if folder.is_dir():
+    try:
+        is_there = folder.is_dir()
+    except OSError as error:
+        raise file_error("remove", folder, error) from error
+    if is_there:
         CheckpointFolder(folder).remove()
 
 
