@@ -12,6 +12,7 @@ from torch import nn
 
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.step_capture import copied_model, named_state
+from hydra_tune.shard.python_state.copied_functions import parts_of, place_of
 
 # On the tensor, because an identity may be that of another object by now, and a pickled tensor keeps its attributes.
 _MARK = "_hydra_tune_seen"
@@ -30,7 +31,8 @@ def own_copy(module: _Module, *, is_own: bool = False) -> _Module:
     `is_own` tells whether the module is the trial's own apart from frozen parameters, which may have been thawed since.
 
     Raises:
-        TaskError: a parameter that would be copied has hooks, which a copy would lack.
+        TaskError: a parameter that would be copied has hooks, which a copy would lack, or a function of the model holds the
+            original in a way that a copy cannot change.
     """
     seen = [tensor for _, tensor in named_state(module) if _MARK in vars(tensor)]
     frozen = {id(tensor): tensor for tensor in seen if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}
@@ -44,6 +46,13 @@ def own_copy(module: _Module, *, is_own: bool = False) -> _Module:
                 "hooks; build all parts anew in the function that makes the model"
             )
     copied = copied_model(module, {**frozen})
+    place = place_of(copied, [part for part in parts_of(module) if id(part) not in frozen])
+    if place is not None:
+        raise TaskError(
+            f"{place} holds a part of the model that each trial copies, by a global variable or an object that cannot be "
+            "copied: the copy would compute with the original's parameters; build all parts anew in the function that makes "
+            "the model"
+        )
     for _, tensor in named_state(copied):
         if id(tensor) not in frozen:
             vars(tensor).pop(_MARK, None)

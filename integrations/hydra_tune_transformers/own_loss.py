@@ -8,7 +8,8 @@ stand-in for the accelerator, and as `self.model` the module of the step. The mo
 
 Note: each call has a `self` of its own, but trials share the attributes' contents, and no checkpoint holds the attributes.
 So an override that reads the training (`self.state`), sets an attribute, or changes an attribute's content is refused by
-name: the loss would be another in each trial. Attributes of the user's classes count, too. Contents, but for the
+name: the loss would be another in each trial. Attributes of the user's classes count, too, and so do globals and other
+variables that the classes' functions name. Contents, but for the
 tokenizer's, are compared after the calls 1, 2, 4, 8 and so on of a model, because a large attribute takes milliseconds.
 An attribute that cannot be pickled, such as an open file, is not compared. Trials on several threads call the override at
 once, without a lock.
@@ -45,6 +46,8 @@ from transformers import Trainer
 
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.python_state.code_names import global_names
+from hydra_tune.shard.python_state.reachable_values import walked
+from hydra_tune.shard.python_state.value_holder import ValueHolder
 from hydra_tune_transformers.around import ModelWithLosses, has_state, losses_around, placed
 from hydra_tune_transformers.gathered import GatheredMetric
 
@@ -75,8 +78,8 @@ _NO_MODEL = nn.Module().eval()
 """The model of a `log`, which asks whether a training or an evaluation has ended."""
 _THE_MODEL = frozenset({"model", "model_wrapped"})
 _LIBRARY = f"{transformers.__path__[0]}{os.sep}"
-_CALLS = weakref.WeakKeyDictionary[nn.Module, tuple[int, dict[str, bytes | None]]]()
-"""Calls of an override so far, and the contents before the first, by the module of the step."""
+_CALLS = weakref.WeakKeyDictionary[nn.Module, tuple[int, dict[str, bytes | None], list[ValueHolder]]]()
+"""Calls of an override so far, and the contents and variables before the first, by the module of the step."""
 _REMEDY = "write the TrainTask yourself (the page 'Bring a plain PyTorch loop' of the documentation)"
 
 
@@ -137,9 +140,9 @@ class OwnLoss:
         self, name: str, module: nn.Module, batch: Mapping[str, Any], **arguments: Any
     ) -> tuple[Any, dict[str, Any]]:
         shared: Any = self.method.__self__
-        num_calls, before = _CALLS.get(module) or (0, _contents(shared))
+        num_calls, before, variables = _CALLS.get(module) or (0, _contents(shared), _variables(type(shared)))
         num_calls += 1
-        _CALLS[module] = num_calls, before
+        _CALLS[module] = num_calls, before, variables
         owner = self._owner(module, name)
         names = set(vars(owner))
         around = (
@@ -156,6 +159,9 @@ class OwnLoss:
         stateful = [name for name, state in around.items() if _state_around(vars(owner)[name], owner.model) != state]
         for attribute in (*changed, *stateful, *(set(vars(owner)) - names)):
             _refuse_write(owner, attribute)
+        for variable in variables if num_calls & (num_calls - 1) == 0 else ():
+            if (label := variable.change(by_step=True)) is not None:
+                _refuse_change(owner, label)
         if any(isinstance(each, GatheredMetric) for each in (value if isinstance(value, tuple) else (value,))):
             raise TaskError(
                 f"the loss of {type(shared).__name__} follows from accelerator.gather_for_metrics, which is for metrics: "
@@ -362,6 +368,18 @@ def _contents(shared: object) -> dict[str, bytes | None]:
     }
 
 
+def _variables(kind: type) -> list[ValueHolder]:
+    """Return the places outside of `self` that functions of the user's own classes may read or change."""
+    own = (base for base in kind.__mro__ if not base.__module__.startswith("transformers."))
+    functions = {
+        f"{base.__name__}.{name}": function
+        for base in own
+        for name, function in vars(base).items()
+        if isinstance(function, FunctionType)
+    }
+    return walked(functions, None, keeps_tensors=False, is_lenient=True).holders
+
+
 def _state_around(loss: nn.Module, model: nn.Module) -> list[object]:
     """Return the Python attributes and the buffers of a module around a model, without those of the model.
 
@@ -449,9 +467,13 @@ def _refuse_write(self: Any, name: str, value: object = None) -> None:
     if isinstance(value, GatheredMetric):  # of this call's `self` alone
         vars(self)[name] = value
         return
+    _refuse_change(self, f"self.{name}")
+
+
+def _refuse_change(self: Any, place: str) -> NoReturn:
     method = vars(self).get(_METHOD, "compute_loss")
     raise TaskError(
-        f"{method} of {type(self).__name__} changes self.{name}, which trials of a search would share and no checkpoint "
+        f"{method} of {type(self).__name__} changes {place}, which trials of a search would share and no checkpoint "
         f"holds: leave the change out, report by compute_metrics, or {_REMEDY}"
     )
 

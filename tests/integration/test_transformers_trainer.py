@@ -891,6 +891,39 @@ class Tallying(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
+NUM_CALLS, SETTINGS = 0, {"scale": 1.0, "unread": 0}
+
+
+class CountingInAGlobal(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        global NUM_CALLS  # noqa: PLW0603 - the case
+        NUM_CALLS += 1
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss if return_outputs else loss * (1 + NUM_CALLS % 2)
+
+
+def annealed(loss):
+    SETTINGS["scale"] *= 0.5
+    return loss * SETTINGS["scale"]
+
+
+class AnnealedByAFunction(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss if return_outputs else annealed(loss)
+
+
+@functools.cache
+def smoothing():
+    return torch.tensor(SETTINGS["scale"])
+
+
+class CachingInAFunction(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss if return_outputs else loss * smoothing()
+
+
 class Gathering(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self.accelerator.gather(inputs["labels"])
@@ -1025,6 +1058,14 @@ def test_what_would_not_be_exact_is_refused(tmp_path, name):
         (Tallying, "compute_loss of Tallying changes self.calls, which trials of a search would share"),
         (Noisy, "compute_loss of Noisy changes self.noise, which trials of a search would share"),
         (Lazy, "compute_loss of Lazy changes self.first, which trials of a search would share"),
+        (
+            CountingInAGlobal,
+            "compute_loss of CountingInAGlobal changes the global 'NUM_CALLS', which trials of a search would",
+        ),
+        (
+            AnnealedByAFunction,
+            "compute_loss of AnnealedByAFunction changes the global 'SETTINGS'['scale'], which trials of",
+        ),
         (Gathering, "compute_loss reads self.accelerator.gather, which a trial in the pool lacks"),
         (Gathered, "the loss of Gathered follows from accelerator.gather_for_metrics, which is for metrics: compute"),
         (Scheduled, "compute_loss asks for a count over the training, which a trial in the pool lacks: compute"),
@@ -1037,6 +1078,13 @@ def test_a_loss_that_reads_or_changes_the_training_fails_by_name(tmp_path, kind,
         (result,) = pool.run([task], on_error="return")
     assert result.status == "failed"
     assert message in str(result.error)
+
+
+def test_a_loss_may_read_globals_and_keep_results_of_functions(tmp_path):
+    task = task_from_trainer(making(tmp_path, trainer_class=CachingInAFunction))
+    with HydraExecutor("cpu:1") as pool:
+        (result,) = pool.run([task])
+    assert result.status == "completed"
 
 
 def test_a_trainer_is_free_while_its_loss_lives(tmp_path):

@@ -136,6 +136,13 @@ def flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1, *, settles: bool =
     return (settled(x) if settles else x).flatten(start, end)
 
 
+def one_hot(classes: Tensor, num_classes: int = -1) -> Tensor | None:
+    """Write ones by indices, which torch checks; in a trace and under `torch.vmap`, the operator accepts any class."""
+    if num_classes < 1:
+        return None
+    return classes.new_zeros(*classes.shape, num_classes).scatter(-1, classes.unsqueeze(-1), 1)
+
+
 def is_elementwise(target: Any) -> bool:
     """Return whether an operator treats all elements alike, wherever they are."""
     return is_pointwise(target)
@@ -171,6 +178,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.cross_entropy_loss.default: cross_entropy,
     aten.scaled_dot_product_attention.default: attention,
     aten.layer_norm.default: layer_norm,
+    aten.one_hot.default: one_hot,
     **VIEWS,
     **conv_rules.RULES,
 }

@@ -54,11 +54,17 @@ def embedding_bag(
         return None
     members = weight.size(0)
     number = torch.arange(members, device=indices.device).unsqueeze(1)
+    # All members have as many ids, so a member's bags begin that many ids after those of the member before.
+    begins = offsets + number * indices.size(1)
+    if offsets.is_cpu and offsets.numel():
+        # Where torch refuses a member's bags, it must refuse the bags of all: ids before the first bag would fall into
+        # the last bag of the member before.
+        is_refused = (offsets[:, 0] != 0) | (offsets[:, -1] > indices.size(1))
+        begins = torch.where(is_refused.any(), -1, begins)
     bags, *_ = aten.embedding_bag.padding_idx(
         weight.flatten(0, 1),
         _concatenated(indices, weight).flatten(),
-        # All members have as many ids, so a member's bags begin that many ids after those of the member before.
-        (offsets + number * indices.size(1)).flatten(),
+        begins.flatten(),
         scale_grad_by_freq,
         mode,
         sparse,

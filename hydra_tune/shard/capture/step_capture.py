@@ -36,7 +36,7 @@ from hydra_tune.shard.capture.export_output import quiet_export
 from hydra_tune.shard.capture.own_functions import OwnFunctions, own_functions, put_calls
 from hydra_tune.shard.capture.step_module import MODEL_PREFIX, step_module
 from hydra_tune.shard.python_state.code_names import is_installed
-from hydra_tune.shard.python_state.copied_functions import rebind_functions
+from hydra_tune.shard.python_state.copied_functions import functions_copied
 from hydra_tune.shard.python_state.number_inputs import NumberInputs, NumberInputTracer, traced_numbers
 from hydra_tune.shard.python_state.opened_files import FileHolder, noting_files
 from hydra_tune.shard.python_state.state_guard import PythonStateGuard
@@ -99,28 +99,27 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from (named for named in model.named_buffers() if not is_lazy(named[1]))
 
 
-def copied_model(model: _Module, memo: dict[int, Any] | None = None) -> _Module:
+def copied_model(model: _Module, known: dict[int, Any] | None = None) -> _Module:
     """Copy a model with the Python attributes of its parameters, which `copy.deepcopy` leaves out.
 
-    An attribute that cannot be copied stays away, and code that reads the attribute fails by its name. `memo`, as of
-    `copy.deepcopy`, has copies made before, by the id of the original.
+    An attribute that cannot be copied stays away, and code that reads the attribute fails by its name. `known` has
+    copies made before, by the id of the original.
     """
-    memo = {} if memo is None else memo
-    twin = copy.deepcopy(model, memo)
-    for _, tensor in named_state(model):
-        copied = memo.get(id(tensor))
-        # A fake tensor without a fake copy has attributes of torch's that a real tensor must not have.
-        if (
-            copied is None
-            or copied is tensor
-            or (isinstance(tensor, FakeTensor) and not isinstance(copied, FakeTensor))
-        ):
-            continue
-        for name, value in vars(tensor).items():
-            if name not in vars(copied):
-                with suppress(Exception):
-                    vars(copied)[name] = copy.deepcopy(value, memo)
-    rebind_functions(twin, memo)
+    with functions_copied(model, known or {}) as memo:
+        twin = copy.deepcopy(model, memo)
+        for _, tensor in named_state(model):
+            copied = memo.get(id(tensor))
+            # A fake tensor without a fake copy has attributes of torch's that a real tensor must not have.
+            if (
+                copied is None
+                or copied is tensor
+                or (isinstance(tensor, FakeTensor) and not isinstance(copied, FakeTensor))
+            ):
+                continue
+            for name, value in vars(tensor).items():
+                if name not in vars(copied):
+                    with suppress(Exception):
+                        vars(copied)[name] = copy.deepcopy(value, memo)
     return twin
 
 

@@ -1,84 +1,137 @@
-"""Functions that a copied model keeps in attributes, and that close over the model which was copied.
+"""Functions that a model holds, and that hold the model or a part of the model, in a copy of the model.
 
 Code that patches a model replaces `model.forward` by a function, and the function calls the former `forward` by a variable
-of its closure. `copy.deepcopy` copies no function, so a copy of the model would compute with the parameters of the
-original. `copied_model` (`shard/capture/step_capture.py`) calls `rebind_functions` after each copy. The module must not
-import captures, plans or trials.
+of its closure, by a default argument, or by a list of layers. `copy.deepcopy` copies no function, so a copy of the model
+would compute with the parameters of the original. `copied_model` (`shard/capture/step_capture.py`) copies each model with
+the memo of `functions_copied`, and `own_copy` (`train/own_copy.py`) refuses a copy in which `place_of` still finds the
+original. The module must not import captures, plans or trials.
 """
 
-from collections.abc import Mapping
-from types import CellType, FunctionType, MethodType
+import copy
+import gc
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from hydra_tune.shard.python_state.code_names import global_names, is_installed
+
+_LEAVES = (type, ModuleType, CodeType, Tensor)
+_FOLLOWED_GLOBALS = (nn.Module, Tensor, FunctionType, MethodType, BuiltinMethodType, partial, list, tuple, dict)
+"""Classes of global variables that a function's copy may call; other objects have settings that a copy may share."""
 
 
-def rebind_functions(copied: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Make functions in attributes of a copied model's modules close over the copy, and not over the original.
+class _FunctionMemo(dict[int, Any]):
+    """A memo of `copy.deepcopy` by which methods of copied functions are copied as well.
+
+    `copy.deepcopy` asks its memo before it asks how to copy a value, and copies of a method only the object.
+    """
+
+    def __init__(self, memo: Mapping[int, Any], methods: Iterable[MethodType]) -> None:
+        super().__init__(memo)
+        self._methods = {id(method): method for method in methods}
+
+    def get(self, key: int, default: Any = None) -> Any:
+        if key in self._methods and key not in self:
+            method = self._methods[key]
+            function = super().get(id(method.__func__), method.__func__)
+            self[key] = MethodType(function, copy.deepcopy(method.__self__, self))
+        return super().get(key, default)
+
+
+@contextmanager
+def functions_copied(model: nn.Module, memo: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
+    """Yield a memo with which `copy.deepcopy` of a model copies functions that hold a part of the model.
+
+    At the end of the context, the copied functions get copies of what they hold. A value that cannot be copied stays shared
+    with the original, and so does a variable that leads to no part of the model, such as a counter.
 
     Args:
-        copied: the copy.
-        memo: copies by the id of the original, as `copy.deepcopy` leaves its memo.
+        model: the model.
+        memo: copies made before, by the id of the original.
     """
-    functions: dict[int, FunctionType] = {}
-    cells: dict[int, CellType] = {}
-    for module in copied.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, FunctionType | MethodType):
-                vars(module)[name] = _rebound(value, memo, functions, cells)
+    parts = {id(part) for part in parts_of(model) if memo.get(id(part)) is not part}
+    holding = _holding(model, parts)
+    cells = [value for value in holding.values() if isinstance(value, CellType)]
+    functions = [value for value in holding.values() if isinstance(value, FunctionType)]
+    memo = _FunctionMemo(memo, [value for value in holding.values() if isinstance(value, MethodType)])
+    # Functions that share a variable go on sharing the variable.
+    memo.update((id(cell), CellType()) for cell in cells)
+    for function in functions:
+        closure = tuple(memo.get(id(cell), cell) for cell in function.__closure__ or ())
+        copied = FunctionType(function.__code__, function.__globals__, function.__name__, None, closure)
+        copied.__qualname__, copied.__module__ = function.__qualname__, function.__module__
+        memo[id(function)] = copied
+    yield memo
 
-
-def _rebound(
-    value: Any, memo: Mapping[int, Any], functions: dict[int, FunctionType], cells: dict[int, CellType]
-) -> Any:
-    """Return a copied module, or a function or method that closes over copies; any other value unchanged.
-
-    Args:
-        value: the value.
-        memo: copies by the id of the original.
-        functions: copied functions by the id of the original; a function may close over itself.
-        cells: copied variables by the id of the original; functions that share a variable go on sharing.
-    """
-    if isinstance(value, nn.Module):
-        return memo.get(id(value), value)
-    if isinstance(value, MethodType):
-        owner = memo.get(id(value.__self__), value.__self__)
-        return MethodType(_rebound(value.__func__, memo, functions, cells), owner)
-    if not isinstance(value, FunctionType) or not _reaches(value, memo, set()):
+    def own(value: Any) -> Any:
+        if id(value) in holding or id(value) in parts:
+            with suppress(Exception):  # an object that cannot be copied raises anything
+                return copy.deepcopy(value, memo)
         return value
-    if id(value) not in functions:
-        former = value.__closure__ or ()
-        # A variable that leads to no module, such as a counter, stays shared with the original.
-        is_new = [_reaches(_content(cell), memo, set()) for cell in former]
-        unfilled = [cell for cell, new in zip(former, is_new, strict=True) if new and id(cell) not in cells]
-        cells.update((id(cell), CellType()) for cell in unfilled)
-        closure = tuple(cells[id(cell)] if new else cell for cell, new in zip(former, is_new, strict=True))
-        copied = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
-        copied.__kwdefaults__ = value.__kwdefaults__
-        copied.__qualname__, copied.__module__ = value.__qualname__, value.__module__
-        vars(copied).update(vars(value))
-        functions[id(value)] = copied
-        for cell in unfilled:
-            cells[id(cell)].cell_contents = _rebound(cell.cell_contents, memo, functions, cells)
-    return functions[id(value)]
+
+    for cell in cells:
+        memo[id(cell)].cell_contents = own(cell.cell_contents)
+    for function in functions:
+        copied = memo[id(function)]
+        copied.__defaults__ = function.__defaults__ and tuple(map(own, function.__defaults__))
+        copied.__kwdefaults__ = function.__kwdefaults__ and {k: own(v) for k, v in function.__kwdefaults__.items()}
+        vars(copied).update((name, own(value)) for name, value in vars(function).items())
 
 
-def _reaches(value: Any, memo: Mapping[int, Any], visited: set[int]) -> bool:
-    """Whether a value is a module that was copied, or a function or method that closes over such a module."""
-    if isinstance(value, nn.Module):
-        return id(value) in memo
-    if id(value) in visited:
-        return False
-    visited.add(id(value))
-    if isinstance(value, MethodType):
-        return id(value.__self__) in memo or _reaches(value.__func__, memo, visited)
+def parts_of(model: nn.Module) -> list[nn.Module | Tensor]:
+    """Return a model's modules, parameters and buffers."""
+    return [*model.modules(), *model.parameters(), *model.buffers()]
+
+
+def place_of(model: nn.Module, parts: Iterable[nn.Module | Tensor]) -> str | None:
+    """Return the attribute of a model, in words, from which Python objects lead to one of the parts; None if none does.
+
+    The parts must be none of the model's own.
+    """
+    holding = _holding(model, {id(part) for part in parts})
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute != "_modules" and id(value) in holding:
+                return f"attribute {attribute!r} of {type(module).__name__}{f' {name!r}' if name else ''}"
+    return None
+
+
+def _holding(root: object, parts: Collection[int]) -> dict[int, Any]:
+    """Return the objects that can be reached from a root and lead to one of the parts, by identity."""
+    seen: dict[int, Any] = {}
+    holders: dict[int, list[Any]] = {}
+    values = [root]
+    while values:
+        value = values.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        for each in _held(value):
+            holders.setdefault(id(each), []).append(value)
+            values.append(each)
+    holding: dict[int, Any] = {}
+    reached = [part for part in parts if part in seen]
+    while reached:
+        for holder in holders.get(reached.pop(), ()):
+            if id(holder) not in holding:
+                holding[id(holder)] = holder
+                reached.append(id(holder))
+    return holding
+
+
+def _held(value: object) -> list[Any]:
+    """Return the objects that an object holds and that may hold others, and a function's global variables."""
+    if issubclass(type(value), _LEAVES):
+        return []
+    held = gc.get_referents(value)
     if isinstance(value, FunctionType):
-        return any(_reaches(_content(cell), memo, visited) for cell in value.__closure__ or ())
-    return False
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return None
+        space = value.__globals__
+        held = [each for each in held if each is not space]
+        if not is_installed(value.__module__):
+            variables = [space.get(name) for name in global_names(value.__code__)]
+            held += [each for each in variables if issubclass(type(each), _FOLLOWED_GLOBALS)]
+    return [each for each in held if gc.is_tracked(each)]

@@ -107,6 +107,111 @@ def test_functions_in_attributes_of_a_copy_call_the_copy(copy_of):
     assert copied.forward.__wrapped__ is nn.Sequential.forward
 
 
+def by_partial(model):
+    former, head = model.forward, model[1]
+    return functools.partial(lambda again, x: head(model[0](x)) + again * former(x), 0)
+
+
+def by_parameters(model):
+    weight, (bias, *_) = model[1].weight, [model[1].bias]
+    return lambda x: torch.nn.functional.linear(model[0](x), weight, bias)
+
+
+def by_a_list(model):
+    layers = {"all": [*model]}
+    return lambda x: layers["all"][1](layers["all"][0](x))
+
+
+def by_defaults(model):
+    def forward(x, former=model.forward, *, head=model[1]):
+        return former(x) + head(x)
+
+    return forward
+
+
+def by_an_object(model):
+    owner = types.SimpleNamespace(call=lambda x: model[1](model[0](x)))
+    return lambda x, scale=1.0: owner.call(x) * scale
+
+
+def by_a_wrapped_function(model):
+    former = model.forward
+
+    @functools.wraps(lambda x: former(x) * 2)
+    def forward(x):
+        return forward.__wrapped__(x)
+
+    return forward
+
+
+PATCHES = [by_partial, by_parameters, by_a_list, by_defaults, by_an_object, by_a_wrapped_function]
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.parametrize("copy_of", [own_copy, copied_model])
+def test_a_patched_forward_of_a_copy_computes_with_the_copy(copy_of, patch):
+    model = sharing(nn.Linear(4, 4))
+    model.forward = patch(model)
+    mark_seen(model)
+    copied = copy_of(model)
+    x = torch.ones(1, 4)
+    assert torch.equal(copied(x), model(x))
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(x).any()
+    assert model(x).any()
+
+
+@pytest.mark.parametrize("wrap", [lambda hook: hook, functools.partial])
+def test_a_hook_of_a_copy_computes_with_the_copy(wrap):
+    model = sharing(nn.Linear(4, 4))
+    head = [model[1]]
+    model.register_forward_hook(wrap(lambda module, given, out: head[0](given[0]) + out))
+    mark_seen(model)
+    copied = own_copy(model)
+    x = torch.ones(1, 4)
+    assert torch.equal(copied(x), model(x))
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(x).any()
+
+
+def test_a_function_may_hold_what_is_no_part_of_the_model():
+    """A copy goes on sharing a counter; a function that holds no part of the model stays the same function."""
+    model, calls = sharing(nn.Linear(4, 4)), [0]
+    former = model.forward
+
+    def forward(x):
+        calls[0] += 1
+        return former(x)
+
+    model.forward, model.scale = forward, lambda x: x * len(calls)
+    mark_seen(model)
+    copied = own_copy(model)
+    copied(torch.ones(1, 4))
+    assert calls == [1]
+    assert copied.scale is model.scale
+
+
+GLOBAL = {}
+
+
+@pytest.mark.parametrize("is_global", [True, False])
+def test_a_function_of_a_copy_that_goes_on_holding_the_original_is_refused(is_global):
+    model = sharing(nn.Linear(4, 4))
+    GLOBAL["former"] = former = model.forward
+    cached = functools.lru_cache(lambda: former)
+    model.forward = (lambda x: 2 * GLOBAL["former"](x)) if is_global else (lambda x: 2 * cached()(x))
+    mark_seen(model)
+    with pytest.raises(
+        TaskError, match=r"attribute 'forward' of Sequential holds a part of the model .*; build all parts anew"
+    ):
+        own_copy(model)
+    GLOBAL.clear()
+
+
 def test_functions_of_a_copy_go_on_sharing_their_variables():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 

@@ -169,6 +169,20 @@ def test_elementwise_operators_that_promote_types_are_left_to_vmap():
     assert elementwise(aten.mul.Tensor, floats(3), numbers(4, 3)) is None
 
 
+def test_classes_of_all_members_are_those_of_each():
+    classes = numbers(5, 7, 2)
+    assert torch.equal(RULES[aten.one_hot.default](classes, 6), aten.one_hot.default(classes, 6))
+
+
+@pytest.mark.parametrize("offsets", [[2, 3], [0, 9]])
+def test_ids_outside_of_a_members_bags_are_in_no_bag_of_anothers(offsets):
+    """Torch refuses such bags; joined with others, the ids would fall into a bag of the member before."""
+    begins = torch.tensor([[0, 3]] * MEMBERS)
+    begins[1] = torch.tensor(offsets)
+    with pytest.raises((IndexError, RuntimeError), match=r"offsets\[0\] has to be 0"):
+        TABLES[aten.embedding_bag.padding_idx](floats(7, 3), numbers(7, 5), begins)
+
+
 @pytest.mark.parametrize("index", [-1, 7])
 @pytest.mark.parametrize(
     ("operator", "offsets"),

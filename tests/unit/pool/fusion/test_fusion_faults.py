@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 
 import pytest
+from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from hydra_tune.fusion.matching import group_size_chooser
@@ -124,17 +125,34 @@ def test_trials_whose_timing_breaks_are_left_to_themselves(monkeypatch):
     assert statuses.count("completed") == 3 - len(asked)
 
 
-def test_a_member_that_fails_the_step_of_all_fails_alone(sizes, caplog):  # noqa: F811
+def square_error(scores, classes):
+    return functional.mse_loss(scores, functional.one_hot(classes, 4).to(scores.dtype))
+
+
+@pytest.mark.parametrize(
+    ("loss", "label", "of_all", "alone"),
+    [
+        (functional.cross_entropy, 9, "IndexError: Target 9 is out of bounds.", "Target 9 is out of bounds"),
+        (
+            square_error,
+            9,
+            "RuntimeError: index 9 is out of bounds for",
+            "Class values must be smaller than num_classes",
+        ),
+        (square_error, -1, "RuntimeError: index -1 is out of bounds for", "Class values must be non-negative"),
+    ],
+)
+def test_a_member_that_fails_the_step_of_all_fails_alone(sizes, caplog, loss, label, of_all, alone):  # noqa: F811
     """The others begin again by themselves; nothing is reported twice."""
     wrong = Y.clone()
-    wrong[5] = 9
-    tasks = [task(seed, train=TensorDataset(X, wrong if seed == 1 else Y)) for seed in range(3)]
+    wrong[5] = label
+    tasks = [task(seed, loss=loss, train=TensorDataset(X, wrong if seed == 1 else Y)) for seed in range(3)]
     with running(fusion="on") as pool:
         results, reports = trained(pool, tasks)
     assert sizes[0] == 3
-    assert "a step of 3 trials together failed (IndexError: Target 9 is out of bounds.)" in caplog.text
+    assert f"a step of 3 trials together failed ({of_all}" in caplog.text
     assert results[1].status == "failed"
-    assert "Target 9 is out of bounds" in str(results[1].error)
+    assert alone in str(results[1].error)
     assert [reports[0], reports[2]] == [[0, 1, 2]] * 2
     for number in (0, 2):
         assert_as_plain(results[number], tasks[number])
