@@ -258,7 +258,11 @@ def _check(path: Path, noted: Any, size: int, digest: Any) -> None:
 
 def _locked(path: Path) -> int:
     try:
-        lock = take_lock(path)
+        try:
+            lock = take_lock(path)
+        except FileNotFoundError:  # its last holder has removed the folder since
+            make_private_folder(path)
+            lock = take_lock(path)
     except OSError as error:
         raise file_error("write", path / LOCK, error) from error
     if lock is None:

@@ -41,18 +41,19 @@ def take_lock(folder: Path | int) -> int | None:
     Raises:
         OSError: the lock file cannot be created, or the file system has no locks.
     """
-    descriptor = _opened(folder, os.O_RDWR | os.O_CREAT)
-    try:
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                # `is_locked` in another process takes the lock for a moment.
-                time.sleep(_PAUSE_SECONDS)
-            if try_lock(descriptor):
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            # `is_locked` in another process takes the lock for a moment.
+            time.sleep(_PAUSE_SECONDS)
+        # Opened at each attempt, because a holder may remove the file with the folder.
+        descriptor = _opened(folder, os.O_RDWR | os.O_CREAT)
+        try:
+            if try_lock(descriptor) and _is_there(folder, descriptor):
                 return descriptor
-    except OSError:
+        except OSError:
+            os.close(descriptor)
+            raise
         os.close(descriptor)
-        raise
-    os.close(descriptor)
     return None
 
 
@@ -81,6 +82,16 @@ def _opened(folder: Path | int, flags: int) -> int:
     if isinstance(folder, int):
         return os.open(LOCK, flags, 0o600, dir_fd=folder)
     return os.open(folder / LOCK, flags, 0o600)
+
+
+def _is_there(folder: Path | int, descriptor: int) -> bool:
+    """Whether an open lock file is the folder's still: others would not meet the lock of a removed file."""
+    place = (LOCK, folder) if isinstance(folder, int) else (folder / LOCK, None)
+    try:
+        found = os.stat(place[0], dir_fd=place[1], follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(descriptor), found)
 
 
 def try_lock(descriptor: int) -> bool:

@@ -9,17 +9,24 @@ processes, or its address could be reused.
 
 import gc
 import io
+import logging
 import pickle
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from types import FunctionType
 from typing import Any
+
+from torch import Tensor, nn
 
 from hydra_tune.errors import ConfigError, HydraTuneError, first_line
 from hydra_tune.pool.job import Result
 from hydra_tune.task import TrainTask
 from hydra_tune.train.checkpoint.weights import weights_of, with_weights
+from hydra_tune.train.trained import WeightsAlone
+
+_LOGGER = logging.getLogger(__name__)
 
 _NOT_SENT = ("_module", "_optimizer", "error")
 _BY_PLACE = (TrainTask, FunctionType, type)
@@ -123,9 +130,13 @@ def packed_result(result: Result, known: Mapping[int, object]) -> dict[str, Any]
         module = result.module()
         try:
             packed["module"] = pickled(module, known)
-        except Exception:  # noqa: BLE001 - pickling runs the module's own code
-            # The program then builds the module again and copies the weights.
-            packed["weights"] = weights_of(module)
+        except Exception as error:  # noqa: BLE001 - pickling runs the module's own code
+            packed["no module"] = first_line(error)
+            tensors = {name: kept for name, kept in module.state_dict().items() if isinstance(kept, Tensor)}
+            packed["tensors"] = pickled(tensors, known)
+            # From these the program builds the module again, if the module has no extra state that cannot be pickled.
+            with suppress(Exception):
+                packed["weights"] = pickled(weights_of(module), known)
         try:
             packed["state"] = pickled(result.optimizer_state_dict(), known)
         except Exception as error:  # noqa: BLE001 - as above
@@ -134,14 +145,18 @@ def packed_result(result: Result, known: Mapping[int, object]) -> dict[str, Any]
 
 
 def unpacked_result(packed: Mapping[str, Any], task: TrainTask, known: Mapping[int, object]) -> Result:
-    """Return the result, in the program; the task rebuilds a module that cannot be pickled, and its weights are copied."""
+    """Return the result, in the program.
+
+    The task rebuilds a module that cannot be pickled, and its weights are copied. Where the task cannot, as that of a loop,
+    the result has the weights alone.
+    """
     result = Result(**packed["fields"])
     if "error" in packed:
         result.error = unpacked_error(packed["error"], known)
     if result.status != "completed":
         return result
     try:
-        module = unpickled(packed["module"], known) if "module" in packed else with_weights(task, *packed["weights"])
+        module = unpickled(packed["module"], known) if "module" in packed else _built_anew(packed, task, known)
         state = unpickled(packed["state"], known) if "state" in packed else packed["no state"]
     except Exception as error:  # noqa: BLE001 - the module's own code, or the task's
         result.status, result.error = "failed", error
@@ -149,6 +164,19 @@ def unpacked_result(packed: Mapping[str, Any], task: TrainTask, known: Mapping[i
         return result
     result.keep(module, _OptimizerStandIn(state))  # type: ignore[arg-type]  # nothing else is asked of it
     return result
+
+
+def _built_anew(packed: Mapping[str, Any], task: TrainTask, known: Mapping[int, object]) -> nn.Module | WeightsAlone:
+    try:
+        return with_weights(task, *unpickled(packed["weights"], known))
+    except Exception as error:  # noqa: BLE001 - the module's own code, or the task's
+        rebuilding = "its extra state cannot be sent either" if "weights" not in packed else first_line(error)
+        why = (
+            f"the trained module could not be sent from the pool's process ({packed['no module']}), and the program could not "
+            f"build it again ({rebuilding})"
+        )
+        _LOGGER.warning("%s; the result has its weights, but not the module", why)
+        return WeightsAlone(unpickled(packed["tensors"], known), why)
 
 
 def packed_error(error: BaseException, known: Mapping[int, object]) -> tuple[bytes | None, str, str]:

@@ -42,6 +42,7 @@ from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.loop_task import LoopTask
 from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.memory.pager import Pager
+from hydra_tune.observe.event_log.line_format import CARRIER
 from hydra_tune.observe.event_log.writer import EventLog
 from hydra_tune.pool.checkpointing.writer import PoolCheckpointWriter, StartCheckpointSource, TrialCheckpointer
 from hydra_tune.pool.devices.device_failure import DeviceLossHandler
@@ -54,13 +55,14 @@ from hydra_tune.pool.dry_run.simulator_profile import planned_profile
 from hydra_tune.pool.faults.loader_watchdog import LoaderWaitLimits, LoaderWatchdog
 from hydra_tune.pool.faults.retry import FaultRecovery, JobRetryAccount
 from hydra_tune.pool.fusion.fusion_hint import FusionAdvisor
-from hydra_tune.pool.job import OVER, EventStream, Job, JobProgress
+from hydra_tune.pool.job import OVER, EventStream, Job, JobProgress, Result
 from hydra_tune.pool.runtime.dispatcher import JobDispatcher
 from hydra_tune.pool.runtime.job_state import JobState, granted_bytes, progress_without_trial
 from hydra_tune.pool.runtime.preparer import JobPreparer
 from hydra_tune.pool.runtime.recorder import PoolRecorder
 from hydra_tune.pool.runtime.worker import RESUME, Instrument, Worker
 from hydra_tune.pool.stats import PoolStats, log_stats
+from hydra_tune.pool.views.job_logging import log_retry
 from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import (
     DeviceAdded,
@@ -253,8 +255,13 @@ class Pool:
         """
         return contextlib.nullcontext() if device.is_host else self._borrowing.borrowed(device)
 
+    def end(self, job: Job, result: Result) -> None:
+        """End a fused job, whose carriers alone are jobs of this pool."""
+        self._core.end(job, result)
+
     def begin_again(self, retried: JobRetryAccount, error: BaseException) -> "Callable[[], StartCheckpoint | None]":
         """Return the function that reads the state for a retry, as of `FaultRecovery.beginning`; logs the retry."""
+        log_retry(self.log, retried.job.key, error)
         return self._faults.beginning(retried, error)
 
     def last_saved(self, retried: JobRetryAccount) -> "Callable[[], StartCheckpoint | None]":
@@ -422,12 +429,12 @@ class Pool:
         saved_as: str | None = None,
         max_retries: int = 0,
         make_trial: Callable[..., Trial] | None = None,
-        is_saved: bool = True,
+        is_carrier: bool = False,
     ) -> Job:
         """Queue a task.
 
-        `make_trial` is as of `JobState`. With `is_saved=False` the job has no keeper, and the caller saves the trial: so
-        does `GroupJobLauncher` for its carriers.
+        `make_trial` is as of `JobState`. A carrier of fused jobs (`GroupJobLauncher`) has no keeper, and is no trial in the
+        figures: its jobs are.
         """
         core, origin = self._core, origin or StartCheckpointSource()
         with self._changed:
@@ -436,10 +443,10 @@ class Pool:
                 raise HydraTuneError(f"{message}; make a new HydraExecutor") from core.error
             # Names of jobs may repeat, but keys must not (`schedule/events.py`).
             number = next(self._numbers)
-            key = f"{number}:{name or 'job'}"
+            key = f"{CARRIER if is_carrier else ''}{number}:{name or 'job'}"
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
-            folder = self.checkpoints.place(saved_as or job.name, origin.folder) if is_saved else None
-            keeper = TrialCheckpointer(self.checkpoints, job.name, folder, dict(labels or {})) if is_saved else None
+            folder = None if is_carrier else self.checkpoints.place(saved_as or job.name, origin.folder)
+            keeper = None if is_carrier else TrialCheckpointer(self.checkpoints, job.name, folder, dict(labels or {}))
             # Entered before the decision, because an `Admit` command looks the record up at once.
             self._records[key] = record = JobState(
                 job,
@@ -449,6 +456,7 @@ class Pool:
                 begin=origin.beginning,
                 max_retries=max_retries,
                 make_trial=make_trial or (LoopTrial if isinstance(task, LoopTask) else SingleTrial),
+                is_carrier=is_carrier,
             )
             record.priority, record.staggered = priority, staggered
             try:

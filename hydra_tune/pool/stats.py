@@ -22,7 +22,8 @@ class DeviceStats:
             optimizer, activations, boundaries, gradients and inputs (`BlockKind`).
         bytes_across_by_kind: bytes taken over from other devices, counted at the receiving device; not part of the two
             above.
-        units: shard units run; a burst counts as many units as the burst has steps.
+        units: shard units run; a burst counts as many units as the burst has steps, and a unit of a fused group as many
+            as all its members together have run.
         bytes_ahead: the part of the loaded or taken-over bytes that was prefetched during an earlier unit's compute.
         bytes_in_vain: the part of `bytes_ahead` that no unit used.
         waiting_seconds: time during which units waited for loads, spills and takeovers.
@@ -113,8 +114,8 @@ class PoolStats:
 
     Attributes:
         devices: statistics by device name.
-        units_run: sum of the devices' `units`; a unit of a whole fused group counts once.
-        units_saved: units that pruned and cancelled trials outside fused groups would still have run.
+        units_run: sum of the devices' `units`, of which each fused trial counts its own.
+        units_saved: units that pruned and cancelled trials, fused or not, would still have run.
         elapsed_seconds: wall time.
         scheduler_seconds: CPU time of scheduling decisions, and of predicting the units to prefetch for.
         steps_by_way: optimizer steps of several batches, without each trial's first step, by way: "one device" (batches

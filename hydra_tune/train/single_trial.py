@@ -13,7 +13,7 @@ change here needs the same change there.
 
 import itertools
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -61,6 +61,7 @@ class SingleTrial(OwnCodeTrial):
 
     _latest: tuple[CachedPlan, Any] | None = None  # the plan and the data of the latest batch or piece
     _comparisons: StepComparisons | None = None
+    on_report: Callable[[PendingReport], None] = staticmethod(lambda _: None)  # also of reports that need no answer
 
     def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[CachedPlan, batches.BatchLeaves]:
         """Build the model, draw the first batch and make its plan, without running a unit.
@@ -380,7 +381,9 @@ class SingleTrial(OwnCodeTrial):
         if not place.batches or place.is_over or self._feed.may_skip:
             # The trial may be saved while its report waits for an answer.
             self._place = place
-        yield PendingReport(step=step, metrics=dict(metrics))
+        report = PendingReport(step=step, metrics=dict(metrics))
+        self.on_report(report)
+        yield report
         self._place = None
         self._check_stop()
 

@@ -17,6 +17,23 @@ from hydra_tune.errors import HydraTuneError, first_line
 from hydra_tune.paths import absolute_path
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsAlone:
+    """Trained weights of a module that is not there itself.
+
+    Attributes:
+        tensors: as of the module's `state_dict()`.
+        why: why the module is not there.
+    """
+
+    tensors: Mapping[str, Tensor]
+    why: str
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As of the module, without its extra states."""
+        return dict(self.tensors)
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainingOutcome:
     """The outcome of a run.
@@ -32,7 +49,7 @@ class TrainingOutcome:
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[dict[str, float]] = field(default_factory=list)
     error: BaseException | None = None
-    _module: nn.Module | None = field(default=None, repr=False)
+    _module: nn.Module | WeightsAlone | None = field(default=None, repr=False)
     _optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
 
     def module(self) -> nn.Module:
@@ -44,8 +61,15 @@ class TrainingOutcome:
         your own code to share memory still share memory.
 
         Raises:
-            HydraTuneError: the run has left no weights; the error of a failed run is the cause.
+            HydraTuneError: the run has left no weights, where the error of a failed run is the cause; or with `isolate=True`
+                the module could not be sent from the pool's process.
         """
+        module = self._kept()
+        if isinstance(module, WeightsAlone):
+            raise HydraTuneError(f"{module.why}; state_dict() has its weights, and save() writes them")
+        return module
+
+    def _kept(self) -> nn.Module | WeightsAlone:
         if self._module is None:
             reason = "" if self.error is None else f": {first_line(self.error)}"
             raise HydraTuneError(
@@ -53,18 +77,18 @@ class TrainingOutcome:
             ) from self.error
         return self._module
 
-    def keep(self, module: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+    def keep(self, module: nn.Module | WeightsAlone | None, optimizer: torch.optim.Optimizer | None) -> None:
         """Store the objects for `module()` and the other methods; called after training."""
         self._module, self._optimizer = module, optimizer
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the module's `state_dict()`: the model's own names, tied names included."""
-        return self.module().state_dict()
+        return self._kept().state_dict()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's `state_dict()`, as defined by `torch.optim`."""
         # Raises where the run has left no weights.
-        self.module()
+        self._kept()
         assert self._optimizer is not None
         return self._optimizer.state_dict()
 

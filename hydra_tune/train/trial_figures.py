@@ -52,6 +52,11 @@ class TrialFigures:
             self._step_left = max(0.0, self._step_left - unit.seconds)
             unit.times.measured(unit.key, seconds)
 
+    def units_in(self, unit: PendingUnit) -> int:
+        """Return as how many units a unit counts that has run, other than a burst: in a group, those of all members."""
+        del unit
+        return 1
+
     @property
     def activations(self) -> tuple[str, ...]:
         """How the activations of each shard but the last are handled until the backward; empty before there is a state."""

@@ -8,14 +8,17 @@ import signal
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from hydra_tune import Failed, Finished, HydraExecutor, Reported, TrialsFailed, train_plain
+from hydra_tune import Failed, Finished, HydraExecutor, LoopTask, Reported, TrainTask, TrialsFailed, train_plain
+from hydra_tune.checkpoint.tensors import load_tensors
 from hydra_tune.errors import ConfigError, DeviceLostError, HydraTuneError, TrialCrashedError
 from tests.integration.test_elastic import TIGHT, long
 from tests.parity.exact import differences, without_seconds
@@ -198,6 +201,86 @@ def test_lambdas_closures_and_local_classes_reach_the_process(plain):
             match=r"made after the first run\(\) or submit\(\) .*<lambda> was made after the pool.* make it before",
         ):
             pool.run(replace(task_of(2), model=lambda: torch.nn.Sequential(Net())))
+
+
+class Closed(nn.Module):
+    """Cannot be pickled; training makes a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+        self.register_buffer("seen", None)
+        self.touch = lambda x: x
+
+    def forward(self, x):
+        self.seen = x.mean(0)
+        return self.touch(self.net(x))
+
+
+class Tagged(nn.Linear):
+    """Neither pickled nor built anew, for its extra state cannot be sent."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.touch = lambda x: x
+
+    def get_extra_state(self):
+        return lambda: None
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+def trained_in_a_loop(loop):
+    torch.manual_seed(0)
+    module = Closed()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loop.register(module, optimizer)
+    for _ in range(3):
+        loss = module(torch.ones(2, 4)).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loop.report(loss.item())
+        loop.step()
+
+
+CLOSED = TrainTask(
+    model=Closed,
+    optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    loss=nn.MSELoss(),
+    train=lambda: [(torch.ones(2, 4), torch.ones(2, 3))],
+)
+
+
+@pytest.mark.parametrize(
+    ("task", "why"),
+    [
+        (LoopTask(trained_in_a_loop), "a LoopTask has no model=.*"),
+        (CLOSED, "what was trained does not fit the task's model: 'seen' of the file is not in the model.*"),
+        (replace(CLOSED, model=partial(Tagged, 4, 3)), "its extra state cannot be sent either"),
+    ],
+    ids=["a loop", "a buffer that training makes", "an extra state"],
+)
+def test_a_completed_trial_whose_module_cannot_be_sent_keeps_its_weights(tmp_path, task, why, caplog):
+    with HydraExecutor("cpu:1", device_memory="64MiB") as pool:
+        expected = pool.run(task)
+    with HydraExecutor(**OPTIONS) as pool:
+        result = pool.run(task)
+    assert (result.status, result.error, result.metrics) == ("completed", None, expected.metrics)
+    named = (
+        rf"the trained module could not be sent from the pool's process \(.*lambda.*\), .* build it again \(.*{why}\)"
+    )
+    with pytest.raises(HydraTuneError, match=named + r"; state_dict\(\) has its weights"):
+        result.module()
+    assert re.search(named + "; the result has its weights, but not the module", caplog.text)
+    tensors = {name: kept for name, kept in expected.state_dict().items() if isinstance(kept, torch.Tensor)}
+    assert list(differences(tensors, result.state_dict())) == []
+    optimizer = expected.optimizer_state_dict()
+    assert result.optimizer_state_dict()["param_groups"] == optimizer["param_groups"]
+    assert list(differences(optimizer["state"], result.optimizer_state_dict()["state"])) == []
+    result.save(tmp_path / "weights.safetensors")
+    assert load_tensors(tmp_path / "weights.safetensors")[0].keys() == tensors.keys()
 
 
 def test_names_that_are_no_texts_of_utf_8_hinder_nobody(plain):

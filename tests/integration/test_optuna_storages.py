@@ -14,12 +14,14 @@ import sqlalchemy
 
 import hydra_tune_optuna
 from hydra_tune import HydraTuneError
+from hydra_tune_optuna.search import heartbeat
 from hydra_tune_optuna.search.heartbeat import StudyHeartbeatSender
 from tests.contract.optuna_drivers import (
     Driver,
     RetryStale,
     build,
     make_pool,
+    optuna_log,
     record,
     small_task,
     trials_of,
@@ -147,6 +149,27 @@ def test_one_thread_beats_for_all_running_trials(wide, heartbeats):
     assert {trial_id for trial_id, _ in beats} <= {trial._trial_id for trial in study.trials}
     assert beats[0][0] == study.trials[0]._trial_id
     assert "hydra-tune-heartbeat" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_storage_that_answers_no_heartbeat_keeps_no_search_from_its_end(narrow, heartbeats, monkeypatch):
+    storage, _ = heartbeats
+    monkeypatch.setattr(heartbeat, "_PATIENCE_SECONDS", 0.1)
+    answers, beat = threading.Event(), storage.record_heartbeat
+
+    def hanging(trial_id):
+        if threading.current_thread().name == "hydra-tune-heartbeat":
+            answers.wait(60)
+        beat(trial_id)
+
+    monkeypatch.setattr(storage, "record_heartbeat", hanging)
+    study = hydra_tune_optuna.create_study(storage=storage, executor=narrow)
+    with optuna_log() as log:
+        study.optimize(build, n_trials=1)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "hydra-tune-heartbeat"]
+    assert [trial.state for trial in study.trials] == [optuna.trial.TrialState.COMPLETE]
+    assert any("The storage has not answered a heartbeat for 0.1 seconds" in line for line in log)
+    answers.set()
+    thread.join()
 
 
 def test_a_trial_of_a_dead_process_is_failed_and_retried(narrow, heartbeats):

@@ -19,6 +19,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 
+from typing_extensions import override
+
 from hydra_tune.batched.batched_optimizer import StackedOptimizer
 from hydra_tune.batched.per_member_optimizer import PerMemberOptimizer
 from hydra_tune.devices.cuda_graphs import CudaRecorder
@@ -183,18 +185,28 @@ class GroupTrial(Trial):
         """Account for a finished unit; the time is shared equally among the members that took part."""
         super().finished(unit, seconds)
         self._units_done += 1
-        units = 1
-        running_round = self._computing.round
-        if running_round is not None:
-            running_round.measured(seconds)
-            # A round packs several steps into a single unit; count the
-            # units that the same steps would have taken one by one.
-            units = running_round.steps * len(unit.times)
-            self.units_run += units - 1
-        taking_part = [s for s, active in zip(self.seats, self._places.streams.active, strict=True) if active]
+        if self._computing.round is not None:
+            self._computing.round.measured(seconds)
+        self.units_run += self.units_in(unit) - 1
+        taking_part = self._taking_part
         for seat in taking_part:
-            seat.member.units_run += units
+            seat.member.units_run += self._units_of_each(unit)
             seat.member.compute_seconds += seconds / len(taking_part)
+
+    @override
+    def units_in(self, unit: PendingUnit) -> int:
+        return self._units_of_each(unit) * len(self._taking_part)
+
+    def _units_of_each(self, unit: PendingUnit) -> int:
+        """Return the units that a member counts for a unit of the group."""
+        # A round packs several steps into a single unit; count the
+        # units that the same steps would have taken one by one.
+        running_round = self._computing.round
+        return 1 if running_round is None else running_round.steps * len(unit.times)
+
+    @property
+    def _taking_part(self) -> list[GroupSlot]:
+        return [seat for seat, active in zip(self.seats, self._places.streams.active, strict=True) if active]
 
     def close(self, *, keep: bool) -> None:
         """End the group; hand back unfinished members if that is possible, and close the others."""

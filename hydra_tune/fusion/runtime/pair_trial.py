@@ -23,6 +23,8 @@ import time
 from collections.abc import Hashable
 from itertools import product
 
+from typing_extensions import override
+
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, UnfusableError
 from hydra_tune.fusion.group.group_trial import GroupTrial
@@ -166,15 +168,19 @@ class PairTrial(Trial):
 
     def finished(self, unit: PendingUnit, seconds: float) -> None:
         """As of `Trial`; divides the time of a merged unit between the groups."""
-        del unit
         with self._lock:
             self.compute_seconds += seconds
-            self.units_run += 1
+            self.units_run += self.units_in(unit)
         shares = (1.0,) if self._round is None else self._round.shares
         for (side, group_unit), share in zip(self._running, shares, strict=True):
             side.group.finished(group_unit, seconds * share)
         if self._round is not None:
             self._round.measured()
+
+    @override
+    def units_in(self, unit: PendingUnit) -> int:
+        del unit
+        return sum(side.group.units_in(group_unit) for side, group_unit in self._running)
 
     def close(self, *, keep: bool) -> None:
         """As of `Trial`; hands unfinished members back, or closes them."""

@@ -20,6 +20,9 @@ FORMAT = 1
 KEY = "hydra_tune_event_log"
 """Key of the format version in the first line."""
 
+CARRIER = "carrier "
+"""Beginning of a carrier's key. With fusion a carrier computes one trial or a group, and each trial is a job of its own."""
+
 _FAILED = ',"failed":true'
 _STEPS = ',"steps":%d'
 

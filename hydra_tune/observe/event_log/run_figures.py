@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
+from hydra_tune.observe.event_log.line_format import CARRIER
 from hydra_tune.observe.event_log.reader import RunLog
 
 PLANNED_EVENTS = ("plan", "measured")
@@ -29,7 +30,7 @@ class DeviceFigures:
     """Figures of one device; equal to those of `pool.stats()` where both exist, except for `units`.
 
     Args:
-        units: shard units run; a burst counts once, and `RunFigures.units_run` counts its steps.
+        units: shard units run; a burst or a unit of a group counts once, and `RunFigures.units_run` as of `PoolStats`.
         busy_seconds: time spent in units, with waits.
         computing_seconds: time spent in units, without waits (see the note).
         utilisation: share of the makespan spent computing.
@@ -69,11 +70,11 @@ class RunFigures:
         started_at: time of the first submission, as ISO 8601.
         makespan_seconds: from the first submission to the end of the last unit.
         overlap: share of all copying under compute.
-        units_run: shard units, and steps of bursts.
-        units_saved: units that pruned and cancelled trials did not run.
-        trials: number of jobs by end, with fusion of carriers; "unknown" where the log has no end of the job.
+        units_run: as of `PoolStats`.
+        units_saved: as of `PoolStats`.
+        trials: number of jobs by end; "unknown" where the log has no end of the job.
         disk_read_bytes, disk_written_bytes, disk_seconds: of `spill_dir`.
-        fusion: choices of `fusion="auto"`, in the log's order and form: the asking job, the number of waiting `trials`,
+        fusion: choices of `fusion="auto"`, in the log's order and form: the asking carrier, the number of waiting `trials`,
             how many are fused (`size`, 1 for none), `why`, and the timings.
         plans: plans for groups that do not fit the devices, in the log's order and form: the job, `what` ("plan" or
             "measured"), the text (`told`) and all numbers.
@@ -113,11 +114,13 @@ def run_figures(log: RunLog) -> RunFigures:
     makespan_ns = max(unit.end_ns for unit in log.units)
     devices = tuple(_device(log, name, makespan_ns) for name in log.budgets)
     copying = sum(device.copying_seconds for device in devices)
-    end_facts = [event.more for event in log.jobs if event.what == "over"]
-    trials = Counter(end["status"] for end in end_facts)
+    # Carriers are no trials: the jobs that they compute have lines of their own.
+    jobs = [event for event in log.jobs if not event.job.startswith(CARRIER)]
+    ends = {event.job: event.more for event in jobs if event.what == "over"}
+    trials = Counter(end["status"] for end in ends.values())
     # Jobs without an end, in a log that ends before the run. A job that begins again goes on under another key.
-    restarted = {event.job for event in log.jobs if event.what == "begins again"}
-    trials["unknown"] = len({event.job for event in log.jobs} - restarted) - len(end_facts)
+    restarted = {event.job for event in jobs if event.what == "begins again"}
+    trials["unknown"] = len({event.job for event in jobs} - restarted - ends.keys())
     return RunFigures(
         started_at=log.started_at,
         policy=log.policy,
@@ -125,7 +128,7 @@ def run_figures(log: RunLog) -> RunFigures:
         utilisation=sum(device.utilisation for device in devices) / len(devices),
         overlap=_share(sum(device.under_compute_seconds for device in devices), copying),
         units_run=sum(unit.steps for unit in log.units),
-        units_saved=sum(end["units_saved"] for end in end_facts),
+        units_saved=sum(end["units_saved"] for end in ends.values()),
         trials={status: count for status, count in trials.items() if count},
         devices=devices,
         disk_read_bytes=sum(use.nbytes for use in log.disk if use.what == "read"),

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.event_log.line_format import KEY
+from hydra_tune.observe.event_log.line_format import CARRIER, KEY
 from hydra_tune.observe.live.snapshot import TrialView
 
 _READ = (b'{"event":"job"', b'{"event":"sweep"', b'{"event":"end"')
-_KEY = re.compile(r"\d+:(.*)", re.DOTALL)  # of a job: the pool's number and the name
+_KEY = re.compile(r"(\d+):(.*)", re.DOTALL)  # of a job: the pool's number and the name
 _TRIAL = re.compile(r"trial (\d+)")
 _STATES = {"submitted": "queued", "preparing": "preparing", "running": "running", "begins again": "queued"}
 
@@ -36,7 +36,9 @@ class RunState:
         is_alive: whether the process of the run still writes the log.
         is_ended: whether the log was closed in order.
         sweep: facts that `hydra-tune sweep` has noted about its study; empty for other programs.
-        trials: by name of the job; values as last reported; `epochs` where reports are those of epochs.
+        trials: by name of the job, with the job's number where an earlier job has the name; values as last reported;
+            `epochs` where reports are those of epochs.
+        names: names in `trials` by the jobs' keys.
         restarted: first keys of the jobs that have begun again; such a job goes on under its first key, "~" and a number.
     """
 
@@ -46,6 +48,7 @@ class RunState:
     is_ended: bool = False
     sweep: Mapping[str, Any] = field(default_factory=dict)
     trials: dict[str, TrialView] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
     restarted: set[str] = field(default_factory=set)
 
 
@@ -119,14 +122,13 @@ def _take_trial(state: RunState, data: Mapping[str, Any]) -> None:
 
 def _take_job(state: RunState, data: Mapping[str, Any]) -> None:
     key, what = data["job"], data["what"]
+    if key.startswith(CARRIER):  # its trials are jobs of their own
+        return
     if (first_key := key.rpartition("~")[0]) in state.restarted:
         key = first_key
     if what == "begins again":
         state.restarted.add(key)
-    match = _KEY.fullmatch(key)
-    name = key if match is None else match[1]
-    if name == "job":  # `Pool.submit` writes so for jobs without a name, and calls them by the key's number
-        name = f"job {key.partition(':')[0]}"
+    name = state.names[key] = state.names.get(key) or _name_of(key, state)
     view = state.trials.get(name, _new(name, len(state.trials)))
     if what == "report":
         metrics = {key: number_of(value) for key, value in data["metrics"].items()}
@@ -138,6 +140,17 @@ def _take_job(state: RunState, data: Mapping[str, Any]) -> None:
     elif what in _STATES:
         view = replace(view, state=_STATES[what])
     state.trials[name] = view
+
+
+def _name_of(key: str, state: RunState) -> str:
+    match = _KEY.fullmatch(key)
+    if match is None:
+        return key
+    number, name = match.groups()
+    if name == "job":  # `Pool.submit` writes so for jobs without a name, and calls them by the key's number
+        return f"job {number}"
+    # A program may give two jobs one name; a sweep's trials have names of their own.
+    return f"{name} (job {number})" if name in state.trials and not state.sweep else name
 
 
 def _new(name: str, count: int) -> TrialView:

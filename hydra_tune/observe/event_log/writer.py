@@ -203,7 +203,8 @@ class EventLog:
 
     def job(self, job: str, what: str, at_ns: int = 0, **more: Any) -> None:
         """Note an event of a job, now or at a given time; the first such event opens the file."""
-        self._append(("job", job, what, at_ns or time.perf_counter_ns(), more))
+        at_ns = at_ns or time.perf_counter_ns()
+        self._append(("job", job, what, at_ns, more))
         # Without the lock, because every event of a job comes here; `_begin` looks again.
         if self._thread is None:
             self._begin(at_ns)
@@ -248,7 +249,7 @@ class EventLog:
         with self._lock:
             # Checked again under the lock: several threads may submit the first job.
             if self._thread is None and not self._is_closing:
-                self._lines.start_ns = at_ns or time.perf_counter_ns()
+                self._lines.start_ns = at_ns
                 # A daemon, so that a write that hangs cannot keep the process from its end.
                 self._thread = threading.Thread(target=self._work, name="hydra-log", daemon=True)
                 self._thread.start()

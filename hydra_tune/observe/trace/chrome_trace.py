@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hydra_tune.observe.event_log.line_format import CARRIER
 from hydra_tune.observe.event_log.reader import LoggedCopy, LoggedJobEvent, RunLog
 from hydra_tune.observe.event_log.run_figures import PLANNED_EVENTS
 from hydra_tune.observe.trace.chrome_events import COPY_TITLES, bar, mark, named, placed
@@ -150,7 +151,10 @@ def _apart(copies: Sequence[LoggedCopy]) -> list[list[LoggedCopy]]:
 
 
 def _stories(log: RunLog) -> Iterator[dict[str, Any]]:
-    for number, (job, events) in enumerate(by_job(log).items(), start=1):
+    # A carrier whose job another carrier has computed tells nothing of the job, which has a story of its own.
+    computing = {unit.job for unit in log.units}
+    stories = {job: story for job, story in by_job(log).items() if job in computing or not job.startswith(CARRIER)}
+    for number, (job, events) in enumerate(stories.items(), start=1):
         last = events[-1]
         # A story that the log does not end is drawn to the log's end.
         end_ns = last.at_ns if last.what == "over" else log.last_ns

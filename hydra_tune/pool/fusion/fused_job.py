@@ -10,14 +10,17 @@ the pool's lock, so a listener passes calls into the pool to another thread.
 """
 
 from collections.abc import Callable, Hashable
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from hydra_tune.fusion.group.member import MemberTrial
 from hydra_tune.fusion.group.slot import GroupSlot
+from hydra_tune.observe.event_log.writer import EventLog
 from hydra_tune.pool.checkpointing.writer import TrialCheckpointer
 from hydra_tune.pool.job import OVER, EventStream, Job, PoolEvent, Result
 from hydra_tune.pool.runtime.job_state import ReportCursor
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
+from hydra_tune.train.trial import PendingReport
 
 
 class FusedJob:
@@ -27,6 +30,7 @@ class FusedJob:
         job: the job as the driver sees it.
         max_retries: how often the job may begin again after faults of the system.
         fusion_size: the most members of a group that this job forms; None: as many as of any job.
+        log: receives the job's life, beside the lives of its carriers; None: no log.
 
     Attributes:
         carrier: the pool's job that runs this job, alone or in a group; None while there is no carrier, also where the
@@ -60,6 +64,7 @@ class FusedJob:
         *,
         staggered: bool = False,
         fusion_size: int | None = None,
+        log: EventLog | None = None,
     ) -> None:
         self.job = job
         self.keeper: TrialCheckpointer | None = keeper
@@ -68,12 +73,28 @@ class FusedJob:
         self.max_retries = max_retries
         self.staggered = staggered
         self.fusion_size = fusion_size
+        self._log = log
         self.told = ReportCursor()
         self.ticket: object = None
         self.faults: tuple[str, ...] = ()
         self.key: Hashable | None = None
         self.stop: str | None = None
         self.begin_anew()
+
+    def note(self, what: str, **facts: Any) -> None:
+        """Log an event of the job."""
+        if self._log is not None:
+            self._log.job(self.job.key, what, **facts)
+
+    def enter(self, state: str) -> None:
+        """Change the job's state to "preparing" or "running", and log the change."""
+        self.note("resumed" if self.job.state == "waiting" else state)
+        self.job.enter(state)
+
+    @property
+    def on_report(self) -> Callable[[PendingReport], None]:
+        """Logs a report of the job's trial; holds no reference to the job, whose result the trial would keep alive."""
+        return partial(_log_report, self._log, self.job.key, None if self.job.events is None else self.told)
 
     def begin_anew(self) -> None:
         """Reset the carrier and everything built for the job."""
@@ -136,6 +157,12 @@ class FusedJob:
             if self.keeper.has_any:
                 result.checkpoint = self.keeper.path
         return result
+
+
+def _log_report(log: EventLog | None, job: str, told: ReportCursor | None, report: PendingReport) -> None:
+    if log is not None:
+        waits = told is not None and told.takes(report)
+        log.job(job, "report", step=report.step, metrics=report.metrics, waits=waits)
 
 
 class GroupJobListener(Protocol):

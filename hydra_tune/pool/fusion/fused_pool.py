@@ -78,11 +78,17 @@ class FusedPool:
         with self._pool.changed:
             number, self._numbers = self._numbers, self._numbers + 1
             shown_name = name or f"job {number}"
-            job = Job(key=f"member {number}:{shown_name}", name=shown_name, task=task, pool=self, events=events)
+            job = Job(key=f"{number}:{name or 'job'}", name=shown_name, task=task, pool=self, events=events)
             folder = saving.place(saved_as or shown_name, origin.folder)
             keeper = TrialCheckpointer(saving, shown_name, folder, dict(labels or {}))
             begin = origin.beginning
-            entry = FusedJob(job, keeper, begin, priority, max_retries, staggered=staggered, fusion_size=fusion_size)
+            entry = FusedJob(
+                *(job, keeper, begin, priority, max_retries),
+                staggered=staggered,
+                fusion_size=fusion_size,
+                log=self._pool.log,
+            )
+            entry.note("submitted", priority=priority)
             # Entered before `carry`, because the preparer may look the job up before `carry` returns.
             self._table.entries[job.key] = entry
         try:
@@ -104,7 +110,7 @@ class FusedPool:
             entry.told.is_answered = True
             if job.state != "waiting":
                 return
-            job.enter("running")
+            entry.enter("running")
             seat, carrier, group = entry.seat, entry.carrier, self._table.group_of(entry)
             if seat is not None:
                 seat.is_answered = True
@@ -125,6 +131,7 @@ class FusedPool:
             if entry is None:
                 return
             entry.stop = entry.stop or status
+            entry.note("stopped")
             if entry.seat is not None:
                 entry.seat.stop = entry.stop
             group, carrier = self._table.group_of(entry), entry.carrier
@@ -152,6 +159,7 @@ class FusedPool:
             carrier = None if entry is None else entry.carrier
             if entry is not None:
                 entry.priority = priority
+                entry.note("priority", priority=priority)
         # The priority stays with the job as well: another carrier takes it over.
         if carrier is not None:
             self._pool.prioritize(carrier, priority)

@@ -105,7 +105,7 @@ class GroupJobLauncher:
             priority=entry.priority,
             staggered=entry.staggered,
             make_trial=partial(self.make, entry, ticket),
-            is_saved=False,
+            is_carrier=True,
         )
         with self._table.pool.changed:
             # `make` may already run on the preparer's thread, where it waits for `entry.carrier`.
@@ -136,7 +136,7 @@ class GroupJobLauncher:
             if self._is_absorbed(entry, ticket) or entry.job.key not in self._table.entries:
                 return _AbsorbedTrial(task, library, device)
             entry.is_forming = True
-            entry.job.enter("preparing")
+            entry.enter("preparing")
         try:
             taken_jobs = self._found(
                 entry, ticket, device, lambda: self._finder.build(entry, device, helpers, host, tenant, times)
@@ -241,7 +241,7 @@ class GroupJobLauncher:
     def _alone(self, entry: FusedJob, member: MemberTrial) -> Trial:
         # A request to end the job went no further than `entry.stop` while the carrier looked for members.
         with self._table.pool.changed:
-            entry.job.enter("running")
+            entry.enter("running")
             stop, carrier = entry.stop, entry.carrier
         if stop is not None and carrier is not None:
             self._table.pool.stop(carrier, stop)
@@ -292,7 +292,7 @@ class GroupJobLauncher:
             for peer in all_entries:
                 peer.carrier, peer.is_seated = entry.carrier, True
                 if peer.job.state != "waiting":
-                    peer.job.enter("running")
+                    peer.enter("running")
             self._table.groups[entry.carrier.key] = group
             # From now on the slot knows of the job's pause; a paused carrier would stop all members.
             pool.hold(entry.carrier, paused=False)
@@ -396,6 +396,7 @@ class GroupJobLauncher:
             if entry is None:
                 return
             job.hold(paused=paused)
+            entry.note("paused" if paused else "unpaused")
             self._pass_on_pause(entry)
 
     def _pass_on_pause(self, entry: FusedJob) -> None:

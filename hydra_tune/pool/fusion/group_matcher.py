@@ -77,6 +77,7 @@ class GroupMatcher:
         if keeper is not None and beginning is not None:
             keeper.goes_on_from(beginning.saved.path)
         member = MemberTrial(entry.job.task, self._library, device, *beside, beginning=beginning, keeper=keeper)
+        member.on_report = entry.on_report
         try:
             member.begin_to_build()
             key = fusion_key(entry.job.task, *member.built())

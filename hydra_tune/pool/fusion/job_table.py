@@ -82,9 +82,7 @@ class FusedJobTable:
         if member is not None and (member.clock.is_abandoned or (entry.seat is not None and entry.seat.status is None)):
             member.close(keep=False)
             member.clock.released()
-        with self.pool.changed:
-            job.end(full_result)
-            self.pool.changed.notify_all()
+        self.pool.end(job, full_result)
         if job.events is not None:
             job.events.put(Failed(job, result) if result.status == "failed" else Finished(job, result))
 

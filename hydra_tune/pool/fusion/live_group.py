@@ -219,7 +219,7 @@ class LiveGroup:
             for entry in joiners:
                 entry.is_seated = True
                 if entry.job.state != "waiting":
-                    entry.job.enter("running")
+                    entry.enter("running")
             self.entries += joiners
             # Decided under the lock: a job that arrives a moment later has to find the group over.
             self.is_over = ends and not joiners

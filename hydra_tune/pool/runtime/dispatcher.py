@@ -85,7 +85,7 @@ class JobDispatcher:
         abandoned: jobs that were live at the breakdown; their memory is given back at shutdown.
         failing: threads ending jobs whose bytes could not be kept.
         releasing: threads of the workers that hand results over beside the units.
-        units_saved: units that pruned and cancelled jobs would still have run.
+        units_saved: units that pruned and cancelled trials would still have run.
         hint: suggests fusing trials; None: no suggestions.
         log: as given; workers and pagers write units and copies to the same log.
     """
@@ -409,7 +409,7 @@ class JobDispatcher:
             # Runs even after Ctrl-C in a driver's thread: callers of `Job.result` would wait for ever for a job without
             # an end.
             if not record.begins_again or not self._begin_again(record, result):
-                self._say_over(record.job, result)
+                self._say_over(record, result)
 
     def _begin_again(self, record: JobState, result: Result) -> bool:
         """Submit a job again from the last saved state; return False if the job has to end after all."""
@@ -442,6 +442,7 @@ class JobDispatcher:
                 faults=faults,
                 repeats=record.told_of,
                 make_trial=record.make_trial,
+                is_carrier=record.is_carrier,
             )
             retry.priority, retry.staggered = record.priority, record.staggered
             job.enter("queued")
@@ -452,14 +453,20 @@ class JobDispatcher:
             self.changed.notify_all()
         return True
 
-    def _say_over(self, job: Job, result: Result) -> None:
+    def end(self, job: Job, result: Result, *, is_carrier: bool = False) -> None:
+        """End a job; a carrier's saved units do not count, because its trials end as jobs of their own."""
         with self.changed:
-            if self.records.pop(job.key, None) is None:
-                return  # the pool has broken down meanwhile, and has announced the end
-            self.units_saved += result.units_saved
+            self.units_saved += 0 if is_carrier else result.units_saved
             job.end(result)
             self._log_end(job, result)
             self.changed.notify_all()
+
+    def _say_over(self, record: JobState, result: Result) -> None:
+        with self.changed:
+            if self.records.pop(record.key, None) is None:
+                return  # the pool has broken down meanwhile, and has announced the end
+            job = record.job
+            self.end(job, result, is_carrier=record.is_carrier)
         # Without the lock: for a carrier of fused jobs, `put` runs `GroupEndHandler.told`, which may run users' code.
         if job.events is not None:
             job.events.put(Failed(job, result) if result.status == "failed" else Finished(job, result))

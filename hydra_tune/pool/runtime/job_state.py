@@ -103,6 +103,7 @@ class JobState:
         max_retries: how often the job may begin again after faults of the system.
         repeats: for a job that begins again, the last report announced to the driver; None: no report yet.
         make_trial: factory of the job's trial, called with the arguments of `Trial`.
+        is_carrier: whether the job is a carrier of fused jobs.
 
     Attributes:
         tenant: the job's identity in the accounting of host memory.
@@ -145,8 +146,10 @@ class JobState:
         faults: tuple[str, ...] = (),
         repeats: "ReportCursor | None" = None,
         make_trial: Callable[..., Trial] = SingleTrial,
+        is_carrier: bool = False,
     ) -> None:
         self.job = job
+        self.is_carrier = is_carrier
         self.keeper = keeper
         self.begin = begin
         self.max_retries = max_retries
@@ -194,6 +197,10 @@ class JobState:
     def steps_run(self) -> int:
         """Units counted by the trial so far; a burst counts as many units as the burst has steps."""
         return 0 if self.trial is None else self.trial.units_run
+
+    def units_in(self, unit: PendingUnit) -> int:
+        """As of the trial."""
+        return 1 if self.trial is None else self.trial.units_in(unit)
 
     def is_asked_to_end(self) -> bool:
         """Return whether the running burst has to end; called after each step, without a lock."""

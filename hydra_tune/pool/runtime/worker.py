@@ -66,7 +66,7 @@ class Worker:
 
     Attributes:
         busy_seconds: time spent in units, with copies and waits.
-        units: units run; each step of a burst counts.
+        units: as of `DeviceStats`.
     """
 
     def __init__(
@@ -284,7 +284,9 @@ class Worker:
                 end_ns = min(end_ns, max(start_ns, self._pager.ready_ns, watch.ended_ns))
             if record.is_detached:  # the device has served other units since then
                 end_ns = record.detached_ns
-            steps = 1 if pending.kind != BURST else record.steps_run - steps_before
+            steps = 1 if is_failed else record.units_in(pending)
+            if pending.kind == BURST:
+                steps = record.steps_run - steps_before
             self.units += steps
             self.busy_seconds += (end_ns - start_ns) / 1e9
             if self._core.log is not None:

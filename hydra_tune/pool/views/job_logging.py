@@ -2,8 +2,8 @@
 
 `JobDispatcher` (`pool/runtime/dispatcher.py`) logs each decision, retry and end. `pool/fusion/group_matcher.py` logs the
 chosen size of a group, and the plan of a group beyond a device's room. `pool/fusion/live_group.py` logs the measured times
-of planned steps. Reports come from `JobState` (`pool/runtime/job_state.py`). With fusion, the jobs of the log are the
-carriers.
+of planned steps. Reports come from `JobState` (`pool/runtime/job_state.py`). With fusion these are the lives of carriers,
+whose keys begin with `CARRIER`; `FusedJob` (`pool/fusion/fused_job.py`) logs the lives of the trials.
 
 Note: the names and fields of the lines are part of the format (`observe/event_log/line_format.py`, docs/reference/events.md).
 """

@@ -109,14 +109,15 @@ class LoaderForkServer(forkserver.ForkServer):
     def stop(self) -> None:
         """End the server; its workers have ended."""
         with self._lock:
-            if self._forkserver_pid is None or self._forkserver_alive_fd is None or self._forkserver_address is None:
+            pid = self._forkserver_pid  # None where `ensure_running` has found that the server has ended
+            if self._forkserver_alive_fd is None or self._forkserver_address is None:
                 return
             os.close(self._forkserver_alive_fd)
             # Killed, because a server that is still importing would not notice the closed pipe.
-            if not _has_ended(self._forkserver_pid, os.WNOHANG):
+            if pid is not None and not _has_ended(pid, os.WNOHANG):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._forkserver_pid, signal.SIGKILL)
-                _has_ended(self._forkserver_pid, 0)
+                    os.kill(pid, signal.SIGKILL)
+                _has_ended(pid, 0)
             Path(self._forkserver_address).unlink(missing_ok=True)
             self._forkserver_pid = self._forkserver_alive_fd = self._forkserver_address = None
 

@@ -20,6 +20,7 @@ from hydra_tune_optuna.optuna_internals import heartbeat_of
 
 _logger = get_logger("optuna.hydra_tune")
 
+_PATIENCE_SECONDS = 5.0  # with a heartbeat that the storage has not answered when the search ends
 _SET_SECONDS = 1.0
 """A jump of the clock by this much means that the clock was set, not merely adjusted."""
 
@@ -74,7 +75,13 @@ class StudyHeartbeatSender:
         self._stopped = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join()
+            # Limited: the thread may hang in a storage that answers no more, and the driver holds Ctrl-C back meanwhile.
+            self._thread.join(_PATIENCE_SECONDS)
+            if self._thread.is_alive():
+                _logger.warning(
+                    "The storage has not answered a heartbeat for %g seconds; the search ends without the answer.",
+                    _PATIENCE_SECONDS,
+                )
 
     def add(self, trial_id: int) -> None:
         """Send heartbeats for this trial from now on."""

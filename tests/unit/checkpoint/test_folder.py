@@ -4,6 +4,7 @@ import logging
 import os
 import pickle
 import stat
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,3 +187,19 @@ def test_the_checksum_of_a_conjugate_is_that_of_its_values():
     for view in (torch.conj(value), torch.conj(value).imag):
         assert folder.checksum({"a": view}) == folder.checksum({"a": view.clone().resolve_conj().resolve_neg()})
     assert folder.checksum({"a": torch.conj(value)}) != folder.checksum({"a": value})
+
+
+@pytest.mark.parametrize("others", [True, False], ids=["a file of others stays", "the folder goes"])
+def test_a_folder_that_is_removed_while_somebody_waits_for_it_has_one_holder(tmp_path, monkeypatch, others):
+    path = tmp_path / "trial"
+    first = CheckpointFolder(path)
+    if others:
+        (path / "notes.txt").write_text("")
+    # Between two attempts of the second opener to take the lock.
+    monkeypatch.setattr("hydra_tune.checkpoint.lock.time", SimpleNamespace(sleep=lambda _: first.remove()))
+    second = CheckpointFolder(path)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="in use by a trial that is running"):
+        CheckpointFolder(path)
+    second.close()
+    CheckpointFolder(path).close()

@@ -75,6 +75,15 @@ def test_jobs_without_names_are_counted_one_by_one(path):
     assert {name: view.state for name, view in views.items()} == {"job 0": "completed", "job 1": "completed"}
 
 
+def test_jobs_of_one_name_are_counted_one_by_one(path):
+    with HydraExecutor("cpu:1", event_log=path) as pool:
+        jobs = [pool.submit(short(epochs=epochs), name="a") for epochs in (2, 1)]
+        ends = [(job.result().status, len(job.result().history) - 1) for job in jobs]
+    views = read_run_state(path).trials
+    assert list(views) == ["a", "a (job 1)"]
+    assert [(view.state, view.step) for view in views.values()] == ends == [("completed", 1), ("completed", 0)]
+
+
 def test_a_trial_that_begins_again_is_one_trial(path):
     log = made(path)
     log.job("0:trial 7", "submitted", priority=0)

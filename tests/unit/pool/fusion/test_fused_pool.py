@@ -21,6 +21,8 @@ from hydra_tune.fusion.group.group_trial import GroupTrial
 from hydra_tune.fusion.matching import group_size_chooser, group_size_policy
 from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.observe.event_log.run_figures import run_figures
+from hydra_tune.observe.event_log.run_state import read_run_state
+from hydra_tune.observe.trace.chrome_trace import trace_events
 from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher
 from hydra_tune.pool.job import OVER, Failed, Finished, Reported
 from hydra_tune.pool.runtime.job_state import granted_bytes
@@ -301,6 +303,57 @@ def test_a_task_that_cannot_be_built_fails_alone(sizes):
         results = pool.run([task(0), task(1, model=broken), task(2)], on_error="return")
     assert [result.status for result in results] == ["completed", "failed", "completed"]
     assert sizes == [2]
+
+
+def ends(pool, jobs, events, *, pruned_at):
+    while not all(job.state in OVER for job in jobs):
+        event = events.get(PATIENCE_SECONDS)
+        if isinstance(event, Reported):
+            (event.job.prune if event.step == pruned_at else event.job.proceed)()
+    return [job.result() for job in jobs]
+
+
+def test_all_that_a_user_reads_of_fused_trials_tells_of_the_trials_and_not_of_their_carriers(sizes, tmp_path):
+    """Of a pruned pair, of a completed pair that nobody drives, and of a trial that runs alone."""
+    path = tmp_path / "run.jsonl"
+    with running(fusion="on", event_log=path) as pool:
+        events = pool.events()
+        driven = [pool.submit(task(seed, epochs=4), name=f"trial {seed}", events=events) for seed in range(2)]
+        results = ends(pool, driven, events, pruned_at=1)
+        results += pool.run([task(2, epochs=2), task(3, epochs=2), task(4, epochs=2, model=partial(net, 8))])
+        stats = pool.stats()
+    assert sizes == [2, 2]
+    statuses = [result.status for result in results]
+    assert statuses == ["pruned"] * 2 + ["completed"] * 3
+    assert {result.units_saved for result in results[:2]} == {results[0].units_run}, "pruned half-way"
+    log = read_log(path)
+    figures = run_figures(log)
+    for counted in (stats, figures):
+        assert counted.units_run == sum(result.units_run for result in results)
+        assert counted.units_saved == sum(result.units_saved for result in results)
+    assert stats.units_run == sum(device.units for device in stats.devices.values())
+    assert figures.trials == {"pruned": 2, "completed": 3}
+    views = read_run_state(path).trials
+    assert list(views) == ["trial 0", "trial 1", "job 2", "job 3", "job 4"]
+    assert [view.state for view in views.values()] == statuses
+    assert [(view.step, view.metrics) for view in views.values()] == [(1, result.metrics) for result in results]
+    trace = list(trace_events(log))
+    stories = {event["id2"]["local"]: event["name"] for event in reversed(trace) if event["ph"] == "b"}
+    shown = [
+        (stories[event["id2"]["local"]], event["name"])
+        for event in trace
+        if event["ph"] == "n" and event["name"] in OVER
+    ]
+    told = [(f"{number}:{name}", status) for number, (name, status) in enumerate(zip(NAMES, statuses, strict=True))]
+    assert [end for end in shown if not end[0].startswith("carrier")] == told
+    computing = {unit.job for unit in log.units}
+    assert len(computing) == 3
+    assert {story for story in stories.values() if story.startswith("carrier")} == computing
+    states = {event["name"] for event in trace if event["ph"] == "b" and stories[event["id2"]["local"]] == "0:trial 0"}
+    assert states == {"0:trial 0", "queued", "preparing", "running", "waiting", "ending"}
+
+
+NAMES = ["trial 0", "trial 1", "job", "job", "job"]
 
 
 def test_auto_fuses_what_gains_and_the_numbers_are_those_of_a_group_that_nobody_has_timed(

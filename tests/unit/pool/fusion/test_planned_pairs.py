@@ -205,6 +205,7 @@ def test_steps_that_take_other_than_predicted_are_planned_once_more_with_the_sam
         results = pool.run(tasks_of(epochs=epochs))
         device = pool.stats().devices["cpu:0"]
     assert [result.error for result in results] == [None] * 4
+    assert device.units == sum(result.units_run for result in results)
     is_pair = memory == MEMORY
     assert [bits(result) for result in results] == (roomy(epochs=epochs) if is_pair else roomy_group(epochs))
     assert device.peak_bytes <= device.budget_bytes

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from hydra_tune.train.data.worker_server import _WAITS, LoaderForkServer
@@ -35,7 +36,21 @@ def test_a_server_whose_end_the_program_has_taken_counts_as_ended(tmp_path):
     made_of(process, tmp_path / "socket").stop()
     server = made_of(process, tmp_path / "socket")
     assert not server.is_running()
-    os.close(server._forkserver_alive_fd)
+    server.stop()
+
+
+def test_a_killed_server_leaves_neither_its_pipe_nor_its_socket():
+    server = LoaderForkServer()
+    server.start()
+    os.kill(server._forkserver_pid, signal.SIGKILL)
+    while server.is_running():
+        time.sleep(0.01)
+    address, pipe = Path(server._forkserver_address), Path("/proc/self/fd", str(server._forkserver_alive_fd))
+    assert address.exists()
+    assert pipe.exists()
+    server.stop()
+    assert not address.exists()
+    assert not pipe.exists()
 
 
 def test_a_server_can_be_stopped_where_the_program_ignores_the_ends_of_children(tmp_path):
