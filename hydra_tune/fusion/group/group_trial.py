@@ -248,7 +248,7 @@ class GroupTrial(Trial):
                 steps = yield from self._compute(
                     bucket, self._prepared(plan, are_padded(bucket)), is_all=len(bucket) == len(wanting)
                 )
-                self._count(bucket, len(wanting), steps)
+                self._count(bucket, steps)
             self._units_done = 0
             for seat in bucket:
                 if seat.status is None:
@@ -354,14 +354,13 @@ class GroupTrial(Trial):
         part, _, resting, _ = self._set_up(bucket, whole)
         if self._units_done:  # the step has begun: `_set_up` must not restart its clock
             self._step_left = seconds_left
-        self._count(bucket, len(going), 1)
+        self._count(bucket, 1)
         return bucket, part, resting
 
-    def _count(self, bucket: Sequence[GroupSlot], wanting: int, batches: int) -> None:
+    def _count(self, bucket: Sequence[GroupSlot], batches: int) -> None:
         for seat in bucket:
             seat.most_together = max(seat.most_together, len(self._places.live))
         for _ in range(batches):
-            self.buckets.computed(len(bucket), wanting)
             self._sizes.computed(len(self.seats), len(self._places.live))
 
     def _resize(self) -> None:
