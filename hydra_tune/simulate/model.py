@@ -263,6 +263,11 @@ class Scenario:
                     f"{format_bytes_up(largest)}"
                 )
 
+    @property
+    def num_units(self) -> int:
+        """Number of units in all steps that will run; repeats after an outage do not count, and a burst counts as its steps."""
+        return sum(trial.steps_run * len(trial.step) for trial in self.trials)
+
     def longest_possible_seconds(self) -> float:
         """Upper bound on any schedule's makespan: every unit alone, on the slowest device, after a load of its own."""
         slowest = min(device.speed for device in self.devices) * min([1.0, *(fault.factor for fault in self.slowdowns)])

@@ -30,7 +30,7 @@ def test_the_documented_profile_is_one(tmp_path):
     path.write_text(re.search(r"```json\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)[1])
     scenario = read_profile(path)
     assert len(scenario.trials) == 5
-    assert simulate(scenario).units_run == sum(trial.steps_run * len(trial.step) for trial in scenario.trials)
+    assert simulate(scenario).units_run == scenario.num_units
 
 
 def test_shards_become_a_training_step():
