@@ -20,16 +20,9 @@ from hydra_tune.fusion.group.slot import GroupSlot
 
 
 class BucketScheduler:
-    """Chooses the bucket of members for every step of a group.
-
-    Attributes:
-        member_steps: computed batches, summed over members.
-        full_member_steps: computed batches in steps with every member that wanted a batch.
-    """
+    """Chooses the bucket of members for every step of a group."""
 
     def __init__(self) -> None:
-        self.member_steps = 0
-        self.full_member_steps = 0
         self._lost: dict[Hashable, int] = {}
 
     def next(self, kinds: Mapping[Hashable, list[GroupSlot]]) -> list[GroupSlot]:
@@ -50,11 +43,6 @@ class BucketScheduler:
         if chosen_kind == usual_kind:
             self._lost[usual_kind] = 0
         return kinds[chosen_kind]
-
-    def computed(self, count: int, wanting: int) -> None:
-        """Count a batch of `count` members out of `wanting`."""
-        self.member_steps += count
-        self.full_member_steps += count if count == wanting else 0
 
 
 def _rank(seats: Sequence[GroupSlot]) -> tuple[int, bool, int]:

@@ -111,7 +111,7 @@ class GroupTrial(Trial):
         is_exact = not library.budget.checks_sample
         self._comparison = MemberComparison(self._places, self._kinds, library, is_exact=is_exact)
         self._attendance = MemberCoordinator(
-            self._places, desk, self._resize, lambda seat: self._comparison.check(seat, self._train_times.total)
+            self._places, desk, self._resize, lambda seat: self._comparison.check(seat, self.unit_times.total)
         )
         self._computing = GroupExecutor(self._places, device)
         self.captures = GroupCaptureCache(CudaRecorder())
@@ -132,7 +132,7 @@ class GroupTrial(Trial):
         steps = max((seat.member.progress.steps_left for seat in self._places.live), default=0)
         evaluated = max((seat.member.progress.evaluated_batches_left for seat in self._places.live), default=0)
         # The step under way counts in `_step_left`, so subtract it here.
-        later_seconds = max(0.0, steps * self._train_times.total - self._train_times.total)
+        later_seconds = max(0.0, steps * self.unit_times.total - self.unit_times.total)
         return self._step_left + later_seconds + evaluated * self._evaluation_times.total
 
     def admits(self, member: MemberTrial) -> bool:
@@ -260,7 +260,7 @@ class GroupTrial(Trial):
                 steps = yield from self._compute(
                     bucket, self._prepared(plan, are_padded(bucket)), is_all=len(bucket) == len(wanting)
                 )
-                self._count(bucket, len(wanting), steps)
+                self._count(bucket, steps)
             self._units_done = 0
             for seat in bucket:
                 if seat.status is None:
@@ -366,14 +366,13 @@ class GroupTrial(Trial):
         part, _, resting, _ = self._set_up(bucket, whole)
         if self._units_done:  # the step has begun: `_set_up` must not restart its clock
             self._step_left = seconds_left
-        self._count(bucket, len(going), 1)
+        self._count(bucket, 1)
         return bucket, part, resting
 
-    def _count(self, bucket: Sequence[GroupSlot], wanting: int, batches: int) -> None:
+    def _count(self, bucket: Sequence[GroupSlot], batches: int) -> None:
         for seat in bucket:
             seat.most_together = max(seat.most_together, len(self._places.live))
         for _ in range(batches):
-            self.buckets.computed(len(bucket), wanting)
             self._sizes.computed(len(self.seats), len(self._places.live))
 
     def _resize(self) -> None:
@@ -497,7 +496,7 @@ class GroupTrial(Trial):
         for seat in bucket:
             seat.member.runs_at(times, first_request.mode)
         if is_training:
-            self._train_times = times
+            self.unit_times = times
         else:
             self._evaluation_times = times
         return part, batches, resting, like

@@ -89,8 +89,6 @@ class EventLog:
 
     Args:
         limit_bytes: units and copies are dropped from nine tenths of this size on; None: no limit.
-        most_bytes: the file ends, with a warning, before it is larger.
-        most_records: largest number of records waiting to be written.
 
     Attributes:
         lost: records dropped for lack of room in the buffer.
@@ -104,14 +102,11 @@ class EventLog:
         facts: Mapping[str, Any],
         *,
         limit_bytes: int | None = None,
-        most_bytes: int = _MOST_BYTES,
-        most_records: int = _MOST_RECORDS,
     ) -> None:
         self.path = path
         self.lost = 0
         self._devices, self._facts = tuple(devices), dict(facts)
-        self._most_bytes = most_bytes
-        self._room = most_records
+        self._room = _MOST_RECORDS
         self._buffer: deque[tuple[Any, ...]] = deque()
         # Guards only counters and the start of the thread; deque operations are atomic, so records need no lock.
         self._lock = threading.Lock()
@@ -328,9 +323,9 @@ class EventLog:
             OSError: a line does not fit, or the system refuses.
         """
         data = "".join(lines).encode()
-        if self.written_bytes + len(data) > self._most_bytes:
+        if self.written_bytes + len(data) > _MOST_BYTES:
             # An OSError, to end the log like a full disk; without a number, which `_give_up` would print.
-            raise OSError(0, f"it would be larger than {format_bytes(self._most_bytes)}")
+            raise OSError(0, f"it would be larger than {format_bytes(_MOST_BYTES)}")
         unwritten = memoryview(data)
         try:
             while unwritten:

@@ -48,9 +48,9 @@ class RateLimit:
     cannot be written, a warning says so, and no more are tried.
     """
 
-    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._write, self._clock = write, clock
-        self._room, self._at = float(_MOST_AT_ONCE), clock()
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._room, self._at = float(_MOST_AT_ONCE), time.monotonic()
         self._num_held, self._is_broken = 0, False
         self._lock = threading.Lock()
 
@@ -58,7 +58,7 @@ class RateLimit:
         """Write a line, or count the line as held back."""
         with self._lock:
             # Also held while writing, so that lines of several threads stay in order behind their count.
-            now = self._clock()
+            now = time.monotonic()
             # A token bucket: room refills with time, up to the burst of 50 lines.
             self._room = min(_MOST_AT_ONCE, self._room + (now - self._at) * _MOST_PER_SECOND)
             self._at = now
@@ -95,25 +95,19 @@ class PlainView(AbstractContextManager["PlainView"]):
 
     Args:
         write: writes a line; called from another thread.
-        snapshot: returns the sweep's present state; likewise.
-        period_seconds: time between two lines. A snapshot is taken about every second even so: a snapshot finds trials
-            that have ended.
+        snapshot: returns the sweep's present state; likewise. A snapshot is taken about every second, because a snapshot
+            finds trials that have ended.
     """
 
-    def __init__(
-        self,
-        write: Callable[[str], None],
-        snapshot: Callable[[], SweepView],
-        period_seconds: float = _PERIOD_SECONDS,
-    ) -> None:
-        self._write, self._snapshot, self._period_seconds = write, snapshot, period_seconds
-        self._due = time.monotonic() + period_seconds
-        self._ticker = ViewRefreshTimer(self._look, period_seconds=min(_LOOK_SECONDS, period_seconds))
+    def __init__(self, write: Callable[[str], None], snapshot: Callable[[], SweepView]) -> None:
+        self._write, self._snapshot = write, snapshot
+        self._due = time.monotonic() + _PERIOD_SECONDS
+        self._ticker = ViewRefreshTimer(self._look, period_seconds=_LOOK_SECONDS)
 
     def _look(self) -> None:
         view, now = self._snapshot(), time.monotonic()
         if now >= self._due:
-            self._due = now + self._period_seconds
+            self._due = now + _PERIOD_SECONDS
             self._write(progress_line(view))
 
     def __enter__(self) -> Self:

@@ -52,6 +52,7 @@ class Run:
     """A group run to its end on one device, answering reports by `answer(seat, step)`: None to go on.
 
     Also its desk: those of `later` come at the first moment at which there is a place for them and so many units have run.
+    `most_kinds` is the largest number of kinds of batches that members wanted at once.
     """
 
     def __init__(
@@ -86,7 +87,10 @@ class Run:
         self.all_ended: list[GroupSlot] = []
         self.units: list[str] = []
         self.sizes: list[int] = []
+        self.most_kinds = 0
         self.trial = GroupTrial(list(self.seats), GroupPlanFactory(library), library, self.device, self, most=most)
+        choose = self.trial.buckets.next
+        self.trial.buckets.next = lambda kinds: self._choose(choose, kinds)
         threads = torch.get_num_threads()
         try:
             torch.set_num_threads(1)
@@ -135,6 +139,10 @@ class Run:
     def make_ready(self, size):
         self.trial.make_ready(size)
         return True
+
+    def _choose(self, choose, kinds):
+        self.most_kinds = max(self.most_kinds, len(kinds))
+        return choose(kinds)
 
     def _answer(self, answer):
         for index, seat in enumerate(self.seats):

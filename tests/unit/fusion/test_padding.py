@@ -75,7 +75,7 @@ def of_sizes(kind, sizes=(16, 24, 32), **changes):
 
 
 def is_always_one(run):
-    return run.trial.buckets.full_member_steps == run.trial.buckets.member_steps
+    return run.most_kinds == 1
 
 
 def assert_all_as_plain(run, tasks):

@@ -6,6 +6,7 @@ import pytest
 
 from hydra_tune import HydraExecutor
 from hydra_tune.errors import ConfigError
+from hydra_tune.observe.event_log import writer
 from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.observe.event_log.run_figures import run_figures
 from hydra_tune.observe.event_log.run_state import read_run_state
@@ -30,8 +31,9 @@ def test_a_log_is_alive_until_it_is_closed(path):
     assert [(view.number, view.state) for view in state.trials.values()] == [(0, "queued")]
 
 
-def test_a_log_that_could_not_go_on_is_alive_as_long_as_its_run(path):
-    log = made(path, most_bytes=400)
+def test_a_log_that_could_not_go_on_is_alive_as_long_as_its_run(path, monkeypatch):
+    monkeypatch.setattr(writer, "_MOST_BYTES", 400)
+    log = made(path)
     log.job("0:trial 0", "submitted", priority=0)
     wait_until(lambda: b"submitted" in content(path))
     log.job("0:trial 0", "report", step=0, metrics={"x" * 400: 1.0}, waits=False)

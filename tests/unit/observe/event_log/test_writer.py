@@ -177,8 +177,9 @@ def test_a_write_that_is_cut_short_leaves_whole_lines(tmp_path, monkeypatch, cap
     assert len(caplog.records) == 1
 
 
-def test_the_file_does_not_grow_for_ever(tmp_path, caplog):
-    log = made(tmp_path / "run.jsonl", most_bytes=20_000)
+def test_the_file_does_not_grow_for_ever(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(writer, "_MOST_BYTES", 20_000)
+    log = made(tmp_path / "run.jsonl")
     log.job("0:a", "submitted")
     for number in range(200):
         tell_unit(log, number)
@@ -268,7 +269,8 @@ def test_what_there_is_no_room_for_is_counted(tmp_path, monkeypatch):
             assert opened.wait(PATIENCE_SECONDS)
             super()._write(descriptor, lines)
 
-    log = Stuck(tmp_path / "run.jsonl", [("cpu:0", 100)], FACTS, most_records=10)
+    monkeypatch.setattr(writer, "_MOST_RECORDS", 10)
+    log = Stuck(tmp_path / "run.jsonl", [("cpu:0", 100)], FACTS)
     log.job("0:a", "submitted")
     assert reached.wait(PATIENCE_SECONDS)
     for number in range(50):
