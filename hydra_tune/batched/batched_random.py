@@ -2,7 +2,8 @@
 
 `GroupStreams` (`fusion/group/group_rng.py`) makes the generator of all members for each unit that draws; a stacked
 graph (`fusion/batching/batched_graph.py`) draws node by node, a traced step (`joint_graph.py`) before its run, and a
-planned step (`fusion/runtime/step_arguments.py`) noise by noise.
+planned step (`fusion/runtime/step_arguments.py`) noise by noise. `planner/profile/profiling_interpreter.py` draws from
+generators of its own.
 
 Note: bits. A member must draw as many numbers as in an unfused run, in the same order and memory layout. A resting member
 draws nothing and gets zeros.
