@@ -31,7 +31,6 @@ class ClosureChange:
 
     Attributes:
         argument: name of the function, as of `ClosureSnapshot`.
-        variable: the variable's name.
         before, now: the values in words.
     """
 

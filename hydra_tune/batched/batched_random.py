@@ -42,7 +42,6 @@ class GroupGenerator(torch.Generator):
     """The generators of a group's members as a single generator, for `drawing_from`.
 
     Args:
-        members: a generator for each member.
         active: whether each member draws; by default all members draw.
         probabilities: dropout probabilities by node name, where members have different probabilities.
     """
@@ -129,9 +128,7 @@ class HoistedDraw:
     """Random numbers of a graph that can be drawn before the graph runs.
 
     Attributes:
-        target: the random primitive.
         shape, strides, dtype: of a member's numbers, laid out without gaps.
-        arguments: other arguments of the primitive.
         slot: name of the dropout node, if members have different probabilities; the masks are then scaled.
         is_dropout: whether the numbers are a dropout mask, for which GPUs have a separate kernel.
     """

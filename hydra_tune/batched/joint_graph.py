@@ -48,7 +48,6 @@ class JointTrace:
         written: indices of gradients written directly into the given room.
         noise: the random numbers that the shard draws.
         is_scaled: whether the trace takes the members' loss scales, behind the random numbers.
-        loss: name of the losses.
         pure: module of the trace that allocates all gradients itself, and takes no room for gradients.
         place: the device of the trace; the trace runs on every device of the same kind.
         forward: takes operands, noise and room for gradients; returns the losses and the gradients of `trained`.

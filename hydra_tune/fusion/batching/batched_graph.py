@@ -77,7 +77,6 @@ class StackedGraph:
         module: the graph, captured for a single member.
         is_stacked: for every argument, whether the argument has the members in front.
         slots: names of dropout nodes with a separate probability for each member.
-        precision: precision of the step.
 
     Raises:
         UnfusableError: a node cannot run on stacked members; the message names the node.

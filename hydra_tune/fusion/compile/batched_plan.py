@@ -39,7 +39,6 @@ class SummedLosses:
     No operator mixes members, so the sum has each member's own gradients.
 
     Attributes:
-        divisor: divisor of every loss.
         scales: the members' loss scales, (members,); None if losses are not scaled.
     """
 
