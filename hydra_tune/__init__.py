@@ -3,7 +3,7 @@
 Public names are imported on first use, so that `import hydra_tune` costs next to nothing. The package must not know any
 tuner: integrations import the package, never the reverse. Read `task` and `executor` first, which are the interface,
 then `train` and `pool`; `docs/contributing/architecture.md` follows a trial from file to file, and lists the packages in
-the order in which they may import each other. `errors` has all errors, and `moved` keeps old paths of modules alive.
+the order in which they may import each other. `errors` has the public errors, and `moved` keeps old paths of modules alive.
 """
 
 from importlib import import_module

@@ -31,7 +31,6 @@ class ClosureChange:
 
     Attributes:
         argument: name of the function, as of `ClosureSnapshot`.
-        variable: the variable's name.
         before, now: the values in words.
     """
 
@@ -79,7 +78,8 @@ class ClosureSnapshot:
 def enclosed_parts(given: object, *, with_globals: bool = False) -> Iterator[tuple[str, object]]:
     """Iterate over a function's closure variables, and the globals that it reads if wanted: names with values.
 
-    A dict, list or tuple gives each of its parts. Any other object than a function has no parts.
+    A dict, list or tuple gives each of its parts. Partials and bound methods stand for their function, and any other object
+    has no parts.
     """
     function = _function(given)
     if function is None:

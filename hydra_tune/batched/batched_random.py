@@ -2,7 +2,8 @@
 
 `GroupStreams` (`fusion/group/group_rng.py`) makes the generator of all members for each unit that draws; a stacked
 graph (`fusion/batching/batched_graph.py`) draws node by node, a traced step (`joint_graph.py`) before its run, and a
-planned step (`fusion/runtime/step_arguments.py`) noise by noise.
+planned step (`fusion/runtime/step_arguments.py`) noise by noise. `planner/profile/profiling_interpreter.py` draws from
+generators of its own.
 
 Note: bits. A member must draw as many numbers as in an unfused run, in the same order and memory layout. A resting member
 draws nothing and gets zeros.
@@ -41,7 +42,6 @@ class GroupGenerator(torch.Generator):
     """The generators of a group's members as a single generator, for `drawing_from`.
 
     Args:
-        members: a generator for each member.
         active: whether each member draws; by default all members draw.
         probabilities: dropout probabilities by node name, where members have different probabilities.
     """
@@ -128,9 +128,7 @@ class HoistedDraw:
     """Random numbers of a graph that can be drawn before the graph runs.
 
     Attributes:
-        target: the random primitive.
         shape, strides, dtype: of a member's numbers, laid out without gaps.
-        arguments: other arguments of the primitive.
         slot: name of the dropout node, if members have different probabilities; the masks are then scaled.
         is_dropout: whether the numbers are a dropout mask, for which GPUs have a separate kernel.
     """

@@ -34,7 +34,6 @@ class FlatTensor:
 
     Attributes:
         whole: one-dimensional view of all tensors and the gaps between.
-        parts: the tensors.
     """
 
     whole: Tensor

@@ -48,7 +48,6 @@ class JointTrace:
         written: indices of gradients written directly into the given room.
         noise: the random numbers that the shard draws.
         is_scaled: whether the trace takes the members' loss scales, behind the random numbers.
-        loss: name of the losses.
         pure: module of the trace that allocates all gradients itself, and takes no room for gradients.
         place: the device of the trace; the trace runs on every device of the same kind.
         forward: takes operands, noise and room for gradients; returns the losses and the gradients of `trained`.
@@ -178,7 +177,7 @@ def traced(
     place: torch.device | None = None,
     is_scaled: bool = False,
 ) -> JointTrace | None:
-    """Trace a shard whose only output is the loss; return None if its random draws depend on values.
+    """Trace a shard whose only output is the loss; return None if the shard draws other numbers than 0 and 1 (`_HOISTABLE`).
 
     Args:
         run: the stacked shard.
@@ -273,7 +272,7 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> T
 
 
 def _drawn(run: Any, fakes: Sequence[Tensor], mode: FakeTensorMode) -> Sequence[HoistedDraw] | None:
-    """Return the draws that a shard makes, in order; None if the draws depend on values."""
+    """Return the draws that a shard makes, in order; None if not all of the draws can be made before a run."""
     with mode, torch.no_grad(), noting() as tape:
         run(*fakes)
     return tape.found if tape.is_hoistable else None

@@ -31,14 +31,10 @@ class StackedParameterUpdate:
     An update function calls the other methods, and the caller calls `finish` last.
 
     Args:
-        layout: memory layout of the parameters.
-        p: the parameters.
         gradient: the gradients, overwritten by the step.
         states: optimizer state of every parameter, with equal keys.
         found: tensors of the state, by key.
-        rates: rates of every parameter.
         switches: switches of the parameter groups, which are equal.
-        active: whether each member takes the step.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class _QueuedWeights:
 class BestWeights:
     """Keeps the weights of the best trials of a search.
 
-    Weights stay in memory only until the thread has written them, or until a later offer finds them beaten.
+    Weights stay in memory until the thread has written them or failed to, or until a later offer finds them beaten.
 
     Args:
         folder: folder for the files; created with the first file, mode 0700.

@@ -13,12 +13,7 @@ from hydra_tune.quantities import parse_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInterval:
-    """Frequency of checkpoints of a trial beside its reports: one of the attributes is set, or neither.
-
-    Attributes:
-        steps: optimizer steps between two checkpoints.
-        seconds: seconds between two checkpoints.
-    """
+    """Frequency of checkpoints of a trial beside its reports: one of the attributes is set, or neither."""
 
     steps: int | None = None
     seconds: float | None = None

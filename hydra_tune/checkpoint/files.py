@@ -1,6 +1,6 @@
 """Files to keep: private to the user, and whole or absent whatever happens to the process or the machine.
 
-`best.py`, `folder.py`, `sweep_folder.py` and `tensors.py` keep their files with these functions, and
+`alive.py`, `best.py`, `folder.py`, `sweep_folder.py` and `tensors.py` keep their files with these functions, and
 `pool/checkpointing/writer.py` makes the `checkpoint_dir` with `make_private_folder` when an executor is made.
 
 Note: atomic writes. The content first goes to a file beside the target, with mode 0600 and a unique name. The file is

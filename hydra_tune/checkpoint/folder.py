@@ -10,8 +10,8 @@ folders, and `isolation/child.py` and `isolation/parent.py` ask for `generations
 Note: generations. A generation is three files: `00000007.safetensors`, `00000007.json`, and `00000007.manifest`. The
 manifest has the sizes and SHA-256 of the contents of the other two files, and is written last. Without a manifest a
 generation does not exist; the next opener of the folder removes the other files of a killed process. `write` removes an
-old generation only once the new generation is complete, so every last generation but the first has a predecessor while
-the trial runs. The module must not know models, the pool or a tuner, and must pickle nothing.
+old generation only once the new generation is complete. The module must not know models, the pool or a tuner, and must
+pickle nothing.
 """
 
 import contextlib

@@ -13,7 +13,7 @@ _LONGEST_NAME = 80
 
 
 def folder_name(name: str) -> str:
-    """Return a folder name of letters, digits, points, dashes and underscores; different names give different folders."""
+    """Return a folder name of letters, digits, points, dashes and underscores; an unsuitable name gets a hash at its end."""
     plain = _UNSAFE.sub("-", name)[:_LONGEST_NAME].strip(".-")
     if plain == name:
         return name

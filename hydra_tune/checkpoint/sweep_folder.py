@@ -58,7 +58,6 @@ class SweepFolder(LockedFolder):
     """The folder of one sweep, in the existing folder of the trials' checkpoints, locked against other processes.
 
     Attributes:
-        path: path of the folder.
         identity: identity of the folder, unchanged by moves.
 
     Raises:

@@ -7,7 +7,7 @@ Both make the background copies for `memory/prefetch.py` on a `BackgroundCopyThr
 (`planner/run/copy_engine.py`) send copies over a `SimulatedLink`, and fused steps (`fusion/runtime/step_arguments.py`,
 `fusion/group/multi_step_unit.py`) bring small tensors to a GPU by `sent`.
 
-Note: background copies. An awaited copy never queues behind a copy that nobody waits for: background copies have
+Note: background copies. An awaited copy never queues behind a background copy that has not begun: background copies have
 threads of their own, a thread for each direction in which the device can copy at the same time. Copies of the same
 direction run in the order of the requests. A copy holds references to its tensors until its end, and drops the
 references before it reports the end, so a caller who then drops its own references really frees the memory. The thread

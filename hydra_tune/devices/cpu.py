@@ -75,7 +75,6 @@ class CpuDevice:
         link_bandwidth: bytes per second of the device's copies, both directions together; None: not limited.
 
     Attributes:
-        bandwidth: as given.
         link: the simulated link, if the bandwidth is limited.
     """
 

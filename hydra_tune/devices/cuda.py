@@ -8,17 +8,16 @@ Note: stream order. The worker thread computes on a compute stream. Loads run on
 Only events order the streams; no copy waits for the whole GPU. At the request for a copy, an event is recorded on the
 compute stream, and the copy's stream waits for this event. A load needs the wait because the caching allocator may hand
 out memory with a reader still queued on the compute stream; a spill needs the wait because queued work may still write
-the source. The copy overlaps with work that the worker starts later. After the copy, the copy thread records an event on
-the copy's stream and waits for the event on the host. A copy is therefore over only when its bytes have arrived, and
-later work needs no ordering against the copy's stream. `benchmarks/stream_deletions.py` deletes these waits one at a
-time, and reports which deletions a test would miss.
+the source. After the copy, the copy thread records an event on the copy's stream and waits for the event on the host. A
+copy is therefore over only when its bytes have arrived, and later work needs no ordering against the copy's stream.
+`benchmarks/stream_deletions.py` deletes these waits one at a time, and reports which deletions a test would miss.
 
 Note: lifetimes. The worker thread allocates device memory while the compute stream is current, except for recordings of
 CUDA graphs, which allocate on a stream of their own. So the memory belongs to the compute stream, and the allocator may
 give the memory to that stream's next work as soon as the last reference is gone. The allocator does not know that the
 copy streams use the memory, too. Therefore a copy holds references to its tensors until its end (`BackgroundCopy`), and
-the pager frees a block in transit only after the copy has ended or was cancelled before its begin. With `record_stream`,
-the time at which memory comes back would be unpredictable. References protect pinned host memory in the same way.
+the pager frees a block in transit only after the copy has ended or was cancelled before its begin. References protect
+pinned host memory in the same way.
 
 Note: from GPU to GPU. GPUs that can access each other's memory copy a takeover directly, over NVLink or PCIe. Torch
 makes such a copy on the current stream of the source's GPU, with barriers before and after against the current stream
@@ -29,8 +28,8 @@ the target waits for the copy on the host, so neither source nor target is relea
 devices on the same GPU, the copy runs on the target's inward stream alone. A background takeover is ordered in the same
 way; a unit that needs the block on the source's device waits for the copy first.
 
-Note: several devices on a GPU. The devices share the caching allocator, whose cap is the sum of their budgets; each
-device's memory belongs to its own compute stream. The devices also share the GPU's default generator: a thread that
+Note: several devices on a GPU. The devices share the caching allocator, whose cap `hardware/caps.py` sets; each device's
+memory belongs to its own compute stream. The devices also share the GPU's default generator: a thread that
 sets the generator, draws, and reads the state again holds the generator's turn.
 
 Note: exclusive operations. Emptying the caching allocator affects all GPUs and streams of the process, and fails while

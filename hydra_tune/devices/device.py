@@ -91,7 +91,6 @@ class Device(Protocol):
 
     Attributes:
         name: e.g. "cpu:0" or "cuda:1".
-        torch_device: torch's device of the tensors.
         budget_bytes: memory that the pool may use on the device, in bytes.
         alignment: alignment of the device's allocator in bytes; views of a flat buffer are aligned alike, since kernels
             may round differently otherwise.

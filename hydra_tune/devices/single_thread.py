@@ -26,7 +26,6 @@ class SingleThreadExecutor:
     """A thread for calls in order; started at the first call. `with` ends the thread.
 
     Args:
-        name: name of the thread.
         begin: called on the thread before the first call; an error goes to the call. None: nothing is called.
     """
 

@@ -121,7 +121,6 @@ class WeightlessDevice:
         link: cost of copies; None where unknown.
 
     Attributes:
-        like: as given.
         moment: number of units that have ended on the device; incremented by the caller that runs units.
         now: virtual clock in seconds; advanced by the caller that runs units, and by awaited copies.
     """

@@ -11,8 +11,8 @@ of the pool, the copy forks further copies, each with the program's objects as o
 program changes after the first task stays unchanged in the pool's process.
 
 Note: threads. Drivers send on any thread, under the client's lock; the thread `hydra-isolated` alone receives, and hands
-results and events over without the lock. `check_may_copy` must pass before the copy: a lock that a busy thread holds
-would stay held in the copy.
+results and events over. `check_may_copy` must pass before the copy: a lock that a busy thread holds would stay held in the
+copy.
 """
 
 import contextlib

@@ -4,8 +4,9 @@ A *group* is a block under long-lived tensors (parameters, buffers, optimizer st
 buffer, and moving the group points the tensors at the new place. A *value* is a view of a block that lives for one
 step: an activation at a cut, a gradient, a batch tensor.
 
-`TensorGroups` (`train/state/tensor_groups.py`) makes the groups when a trial's tensors are laid out for a plan. Blocks
-of values are made by `BlockStore` (`train/state/block_store.py`) for a batch, and by `Lease` (`lease.py`) for a unit's
+`TensorGroups` (`train/state/tensor_groups.py`) makes the groups when a trial's tensors are laid out for a plan, and
+`ModelState` (`train/state/model_state.py`) makes new groups where the user's own code has made new tensors. Blocks of
+values are made by `BlockStore` (`train/state/block_store.py`) for a batch, and by `Lease` (`lease.py`) for a unit's
 results. `Pager` (`pager.py`) moves all blocks when a unit needs the bytes or the room. The module must not import the
 pager or the host tier, which both import blocks: a block knows both by `PagerInterface` and `HostTierInterface`.
 """

@@ -18,8 +18,7 @@ device is likely to continue (`ShardedLRTF`), so the blocks of other trials are 
 the order: optimizer state of other trials, most recently used first; other blocks of other trials, least recently used
 first; then the same two groups of the running trial, with which tensors shared by trials count. Blocks already on the way
 out for room go before all of these, because the choice was made when there was time and now costs nothing. Blocks just
-sent ahead go last.
-`benchmarks/victims.py` counts the bytes moved under this order: never more than under LRU, and down to a third.
+sent ahead go last. `benchmarks/victims.py` counts the bytes moved under this order and under LRU.
 
 Note: the model of the pager. `simulate/recorded/pager_model.py` follows the rules of this module on a virtual clock, so
 a change of the rules changes both files.
@@ -33,13 +32,12 @@ A block pinned for another device but still resident here may be spilled like an
 load the block from the host as well. Two units with crossed needs therefore cannot deadlock on each other's room. A
 pager still waits for a block being fetched from its device at the moment.
 
-Note: take-over. A block held only by another device is copied directly to this device. The block keeps its state:
-dirty, with a stale host copy or none; no byte passes through the host. Room here is taken before the copy, as for a
-load, and room on the other device is given back after the copy. The lock of the block is held meanwhile, so no thread
-moves or frees the source. A write-back already under way finishes first; a write-back still queued is cancelled. A
-block with a host copy is loaded from the host, unless the other device is nearer (`DeviceCopyRoute`), because a copy
-over the link would burden the other device for nothing. A disk tier changes nothing here: the host copy, the file and
-their bytes stay as before.
+Note: take-over. A block whose bytes another device holds alone is copied directly to this device, and stays dirty. Where
+the two devices support no direct copy (`DeviceCopyRoute`), the other device writes the block back first. Room here is
+taken before the copy, as for a load, and room on the other device is given back after the copy. The lock of the block is
+held meanwhile, so no thread moves or frees the source. A write-back already under way finishes first; a write-back still
+queued is cancelled. A block with a current host copy is loaded from the host, unless the other device is nearer, because
+a copy over the link would burden the other device for nothing.
 
 Note: copies under way between devices. A block sent ahead from another device stays usable there during the copy and
 takes room on both devices. The first thread to observe the end of the copy makes the block resident here and frees the
@@ -48,10 +46,9 @@ If a unit on the other device needs the block first, the copy is cancelled, or t
 and keeps its own bytes.
 
 Note: background copies. Copies in the background (`memory/prefetch.py`) end by themselves, because a copy thread takes
-no lock. The holder of a block's lock may therefore wait for a copy of the block, and only threads in need of the same
-block can wait for the holder. The ledger counts room for an incoming block from before the allocation until after the
-copy. An incoming block counts as resident, may be discarded for room like any other block, and never keeps room from a
-unit.
+no block's lock. The holder of a block's lock may therefore wait for a copy of the block. The ledger counts room for an
+incoming block from before the allocation. An incoming block counts as resident, may be discarded for room like any other
+block, and never keeps room from a unit.
 """
 
 import threading

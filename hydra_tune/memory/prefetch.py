@@ -15,8 +15,8 @@ With a host tier, the tier starts reading blocks on disk now, for sending when t
 keeps its host copy, and a dirty block is written back only if the host has room without waiting
 (`memory/host/host_tier.py`).
 
-Prefetching binds no thread. A block sent in vain is dropped like any clean block. Another device in need of a block
-does not wait if the copy has not begun. While everything fits and no block comes over a link from another device, the
+A block sent in vain is dropped like any clean block. Another device in need of a block does not wait if the copy has not
+begun. While everything fits and no block comes over a link from another device, the
 prefetcher neither asks nor sends.
 
 Note: locks. The prefetcher only tries the lock of a block, and never waits for the lock: a block that another thread moves is

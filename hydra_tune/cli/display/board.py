@@ -35,7 +35,6 @@ class SweepProgressTracker:
     """The state of one sweep; a `SweepObserver`.
 
     Args:
-        spec: the sweep.
         log: receives one line for each trial that has ended or is left, and for each note or warning about the sweep.
         event_log: the file of the event log; None: no log.
         warnings: warnings about the sweep itself, already shown.

@@ -50,7 +50,7 @@ def print_figures(console: Console, found: Sequence[tuple[int, PoolForecast]]) -
 
 
 def figure_lines(figures: StepFigures, width: int) -> list[str]:
-    """Format a whole profile in lines of `width` characters, at least 60."""
+    """Format a whole profile, with bars and a curve that end at column `width`."""
     return [
         "",
         f"how long feature maps lie idle in a step of one trial ({_ms(figures.curve[-1].seconds)} ms)",

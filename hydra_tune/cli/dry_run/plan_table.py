@@ -29,9 +29,7 @@ class ConfigurationForecast:
 
     Attributes:
         number: from 0.
-        params: parameters.
         forecast: forecast of the trial alone in the pool; None if no plan is possible.
-        error: reason for no plan.
         enough_bytes: sufficient budget where memory is short, in bytes.
         shapes_only: whether the plan was made without the trial's data.
     """

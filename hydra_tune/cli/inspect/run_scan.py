@@ -1,4 +1,4 @@
-"""Finds the runs of a folder or a storage, by event logs, sweep files and storages; needs no server.
+"""Finds the runs of a folder or a storage, by event logs, sweep files and storages.
 
 `hydra-tune list` and `hydra-tune status` (`cli/commands/list.py`) call `runs_at`; `show`, `best`, `plot` and `export`
 call `find_run`. `cli/commands/plot.py`, `cli/run/sweep_run.py` and `cli/run/export.py` share `study_reader`, and

@@ -36,9 +36,7 @@ class SweepRunRecord:
         metric: name of the metric; None where not known.
         planned: number of trials planned; None where not known.
         study: name of the study; None for a study in memory.
-        storage: storage of the study.
         logs: files of the event logs, the newest last.
-        file: the sweep file.
         weights_dir: folder for kept weights, as the sweep file gives it.
         started_at: start of the newest process, or of the first trial where no log is known.
         next_step: how to go on; None: nothing to do.

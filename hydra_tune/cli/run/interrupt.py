@@ -65,7 +65,7 @@ class StopSignalHandler:
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     def watch(self, pipe: socket.socket) -> None:
-        """Read signals from a pipe until `_CLOSED`; the body of the listening thread."""
+        """Read signals from a pipe until `_CLOSED`, or end the process; the body of the listening thread."""
         first = _next(pipe, None)
         if first == _CLOSED or first is None:
             return

@@ -14,9 +14,6 @@ class WeightsQuery:
     """Names the weights to find.
 
     Args:
-        study: the study's name.
-        storage: storage of the study.
-        trial: the number of the trial.
         weights_dir: folder that the user or the sweep file names for the weights; None: neither names a folder.
     """
 

@@ -17,8 +17,8 @@ _NAMES = ("space.yaml", "train.py")
 def write_starter(folder: Path) -> list[Path]:
     """Write the sweep file and the task module, and replace nothing.
 
-    The study has the folder's name, so that sweeps of two folders that are started from a third share no study. A missing
-    folder is made.
+    The study has the folder's name, or the name `first` where the folder's name is no plain word, so that sweeps of two
+    folders that are started from a third share no study. A missing folder is made.
 
     Raises:
         ConfigError: one of the files is there already; nothing was written.

@@ -45,8 +45,6 @@ class FloatDomain:
     """A real number from `low` to `high`.
 
     Args:
-        low: the least value.
-        high: the greatest value.
         log: whether values spread over magnitudes.
         step: values are `low + i * step`; not with `log`.
         multiple: a drawn value is rounded to a multiple of this number; for `log`, where tuners know no step.

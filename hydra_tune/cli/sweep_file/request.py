@@ -27,9 +27,7 @@ class TrialRecord:
 
     Args:
         number: the tuner's number of the trial, from 0.
-        state: how the trial ended.
         value: the metric, or None without a value.
-        params: drawn parameters.
         is_feasible: whether the trial violates no constraints.
     """
 
@@ -79,10 +77,7 @@ class SweepRequest:
     """Everything that a tuner needs to run a sweep.
 
     Args:
-        spec: the sweep.
-        executor: the pool.
         build: builds the task: from the drawn parameters by keyword, or from the trial for a file without parameters.
-        observer: receives the events.
         timeout_seconds: no new trial starts after this time; None: no limit.
         folder: the sweep's own folder beside the checkpoints of its trials; None: trials are not saved.
         crashes: number of processes of this run that crashed before this process, which resumes their trials.

@@ -39,11 +39,8 @@ class SweepSpec:
         file: path of the file, as given.
         task: `module:function`.
         metric: the name of the optimized metric, as reported by the task.
-        goal: the direction.
-        method: how parameters are drawn.
         parameters: domain of each keyword argument of the function; None: the function receives the trial.
         run_cap: trials of the whole study; None: no limit.
-        pruning: rule for ending trials early; None: never.
         seed: of the tuner's own draws; None: another search every time.
         name: for people, and the study's name where `study` is None.
         study: the name of the study in the storage.

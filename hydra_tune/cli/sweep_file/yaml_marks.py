@@ -45,7 +45,6 @@ class YamlDocument:
         data: dicts with text keys, lists, scalars.
         values: start of each value.
         keys: start of the key of each value in a map.
-        problems: refused parts, missing in `data`.
     """
 
     data: Any

@@ -2,7 +2,7 @@
 
 A step frees its last feature map at its end, and the next step allocates the same memory again. The C library of Linux
 returns memory at the end of its heap to the system, and returns large pieces always; the next step then has a page
-fault for every page. The faults took a fifth of the time of a fused step of a small network. `CpuDevice`
+fault for every page. `CpuDevice`
 (`devices/cpu.py`) makes the setting when a CPU device is opened; `planner/run/copy_engine.py` and
 `planner/profile/profiler.py` raise the amount before planned steps run or are profiled on the CPU.
 """

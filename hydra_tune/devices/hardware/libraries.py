@@ -37,7 +37,6 @@ class CudaUnitMemory:
 
     Args:
         device: the GPU, which carries a single device of the pool.
-        budget_bytes: budget of that device in bytes.
         gives_back: whether a part of an excess reserve may come back.
     """
 

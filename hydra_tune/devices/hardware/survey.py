@@ -27,9 +27,7 @@ class SurveyedDevice:
 
     Attributes:
         name: e.g. "cpu:0" or "cuda:1".
-        model: the maker's model name.
         free_bytes: free memory in bytes: of the GPU, or of the host for CPU devices.
-        total_bytes: total bytes of the same memory.
         budget_bytes: the budget that a pool would take, in bytes.
         compute_capability: of a GPU, e.g. "9.0"; None for CPU devices.
         rates: rates of the link to the host; None: not measured.
@@ -49,7 +47,6 @@ class PeerPath:
     """The path from a GPU's memory to another GPU's memory.
 
     Attributes:
-        source, target: names of the devices.
         is_direct: whether the GPUs copy directly, because they can access each other's memory; otherwise bytes go over
             the host.
         bytes_per_second: rate of a large copy; None: not direct, or not measured.
@@ -66,7 +63,6 @@ class DeviceSurvey:
     """Result of a survey.
 
     Attributes:
-        devices: devices in the pool's order.
         crossings: paths between each two GPUs, in both directions.
         driver: version of the NVIDIA driver; None if NVML does not answer.
         notes: sentences that explain missing devices or facts.

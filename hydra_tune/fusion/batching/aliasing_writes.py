@@ -28,7 +28,6 @@ class MemoryWrites:
     Args:
         calls: the nodes of the graph, in order of execution.
         arguments: the graph's arguments; they lie stacked as alone.
-        outputs: the graph's results.
 
     Attributes:
         hidden: the first node whose write a later node or a result sees or not, depending on the layout; None if there is

@@ -1,7 +1,7 @@
 """`StackedGraph`: run a captured graph on stacked members, with a single call per node for all of them.
 
 Every value is either stacked, with the members in front, or shared by all members (derived from constants alone). A
-node with only shared inputs that draws no random numbers runs unchanged. A node with stacked inputs runs by its own rule
+node with only shared inputs that draws no random numbers runs once. A node with stacked inputs runs by its own rule
 (`batching_rules.py` and others), by `batched_random.drawn` if the node draws random numbers, or else under `torch.vmap`. An
 operator without any of these forms runs once for each member (`per_member_fallback.py`). Regions such as
 `torch.no_grad()` also run node by node. `stacked_plan` (`fusion/compile/batched_plan.py`) makes a `StackedGraph` of each
@@ -77,7 +77,6 @@ class StackedGraph:
         module: the graph, captured for a single member.
         is_stacked: for every argument, whether the argument has the members in front.
         slots: names of dropout nodes with a separate probability for each member.
-        precision: precision of the step.
 
     Raises:
         UnfusableError: a node cannot run on stacked members; the message names the node.

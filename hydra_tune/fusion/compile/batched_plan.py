@@ -2,7 +2,7 @@
 
 `GroupPlanFactory` (`batched_plan_cache.py`) stacks a member's plan, and traces the stacked plan, before a group's first
 unit on each kind of batch. Units of the group (`fusion/group/group_step.py`, `fusion/group/multi_step_unit.py`) run the
-`StackedPlanExecutor` of the plan.
+`StackedPlanExecutor` of the plan, or the `CapturedPlanExecutor` (`cuda_graph_steps.py`) of its recorded step.
 
 Note: groups of the same size share a stacked plan and its traces, so a plan must hold no tensor of a group.
 """
@@ -39,7 +39,6 @@ class SummedLosses:
     No operator mixes members, so the sum has each member's own gradients.
 
     Attributes:
-        divisor: divisor of every loss.
         scales: the members' loss scales, (members,); None if losses are not scaled.
     """
 

@@ -50,7 +50,6 @@ class GroupPlanFactory:
     """Makes and caches the plans of groups for a pool.
 
     Args:
-        library: provides the plans of single members.
         backend: backend of `torch.compile` for traced steps; None: no compilation; `CUDA_GRAPHS`: record steps as CUDA
             graphs on GPUs.
 

@@ -236,11 +236,7 @@ class GroupCaptureCache:
 
 @dataclass(slots=True)
 class CapturedPlanExecutor:
-    """Runs a group's plan, with training steps recorded where possible.
-
-    Attributes:
-        lease: lease of the running unit.
-    """
+    """Runs a group's plan, with training steps recorded where possible."""
 
     plan: ShardPlan
     captures: GroupCaptureCache

@@ -209,7 +209,7 @@ class GroupTrial(Trial):
         return [seat for seat, active in zip(self.seats, self._places.streams.active, strict=True) if active]
 
     def close(self, *, keep: bool) -> None:
-        """End the group; hand back unfinished members if that is possible, and close the others."""
+        """End the group; hand back the unfinished members, or close all of them where that is impossible."""
         del keep
         # Members can continue elsewhere only from the state between two steps. Once
         # a unit of the current step has run, gradients or parameters are half-way.

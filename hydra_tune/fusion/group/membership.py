@@ -6,8 +6,8 @@ afterwards. `GroupExecutor` (`group_executor.py`) calls `advance` between the ba
 `go_on` inside the unit of a round.
 
 Note: lock-step. Every member names the batch to compute next, and members with the same kind of batch compute together
-(`batch_bucketing.py`). A member that has reported rests until the answer arrives. The group waits only when all
-members rest.
+(`batch_bucketing.py`). A member whose reports are answered (`GroupSlot.waits`) rests from a report until the answer
+arrives. The group waits only when all members rest.
 
 Note: order. Members end and leave first, then the stack changes its size, then new members join, and answered members
 continue last. An error of a member's code is stored in the slot and ends only this member. Other threads only set flags

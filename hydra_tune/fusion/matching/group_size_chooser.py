@@ -1,7 +1,9 @@
 """`GroupSizeChooser`: decide for `fusion="auto"` how many fusable trials compute together, by timing real steps.
 
-`GroupMatcher` (`pool/fusion/group_matcher.py`) asks `GroupSizeChooser` when a job looks for members of a new group;
-`fusion/runtime/planned_group_size.py` uses `steps_of`.
+`ExecutorSettings` (`pool/runtime/settings.py`) makes the chooser of a pool, and `GroupMatcher`
+(`pool/fusion/group_matcher.py`) asks the chooser when a job looks for members of a new group;
+`fusion/runtime/planned_group_size.py` uses `steps_of`, and `pool/dry_run/fusion_report.py` times steps by `timed_alone` and
+on an `UntracedPlanFactory`.
 
 Note: a lock is held while steps are timed, and `refuse` waits for the lock too, so no caller may hold the pool's lock.
 """

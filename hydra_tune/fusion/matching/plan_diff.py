@@ -1,4 +1,4 @@
-"""Compare plans of several trials: they may differ only in dropout probabilities and in losses.
+"""Compare plans of several trials, which may differ only in dropout probabilities, losses and metrics.
 
 Trials whose architecture keys differ only in numbers can still have equal graphs, because a dropout probability is just
 an argument of an operator. The comparison walks the captured graphs node by node and ignores the probabilities.

@@ -1,5 +1,6 @@
 """`StepStateBinding`: bind a group's state to the arguments of a planned step, and record the step's effects afterwards.
 
+`PlannedStepCache` (`planned_unit.py`) and `PairingOffer` (`pair_offer.py`) make a binding for a kind of step.
 `GroupStepRunner` (`planned_unit.py`) and the units of pairs (`paired_unit.py`) call `begin` before each forward, and
 enter `updating` around each backward.
 

@@ -5,8 +5,8 @@ not counted. To make room, the tier gives up the host copy with the most distant
 device holds the same bytes or the file already has the bytes; otherwise the tier writes the copy to a file first. The
 tier reads a block back before a load to a device, or when code on the host needs the block.
 
-`ExecutorSettings` (`pool/runtime/settings.py`) makes the tier when a pool with a `spill_dir` starts. Every `Pager`
-(`memory/pager.py`) asks the tier for host memory before writing a block back, and `pool/devices/host_admission.py`
+`ExecutorSettings` (`pool/runtime/settings.py`) makes the tier when a pool with a `spill_dir` starts. The pool's pagers
+(`memory/pager.py`) ask the tier for host memory before writing a block back, and `pool/devices/host_admission.py`
 admits each trial before its first unit. `HostMemoryQuota` (`train/state/host_quota.py`) reserves what a trial keeps
 there.
 

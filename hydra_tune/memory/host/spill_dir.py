@@ -5,8 +5,8 @@ the pool starts; `SpillDisk` (`disk.py`) opens the files in the folder.
 
 Note: ownership. A pool creates a folder of mode 0700 and holds a lock on the file `lock` in the folder for its whole
 life. The kernel releases the lock at the end of the process, however the process ends. A folder with such a name, of
-this user and with a free lock was therefore left by a crash. Of such a folder, only files with names given by this
-module are removed, and the folder itself only once empty. Creating and sweeping exclude each other by a lock on
+this user and with a free lock was therefore left by a crash. Of such a folder, only the lock and files with names given by
+this module are removed, and the folder itself only once empty. Creating and sweeping exclude each other by a lock on
 `spill_dir` itself, so that no process sweeps a folder just being created.
 """
 

@@ -36,7 +36,6 @@ class DeviceFigures:
         utilisation: share of the makespan spent computing.
         under_compute_seconds: part of `copying_seconds` under compute of the device.
         overlap: share of the copying under compute; 0 without copies.
-        waiting_seconds: time that units waited for copies.
         host_update_overlap: share of the updates' time under compute of the device; 0 without updates.
         bytes_in_by_kind, bytes_out_by_kind, bytes_across_by_kind: loaded from the host; spilled to the host; taken over
             from other devices.
@@ -69,7 +68,6 @@ class RunFigures:
     Args:
         started_at: time of the first submission, as ISO 8601.
         makespan_seconds: from the first submission to the end of the last unit.
-        overlap: share of all copying under compute.
         units_run: as of `PoolStats`.
         units_saved: as of `PoolStats`.
         trials: number of jobs by end; "unknown" where the log has no end of the job.

@@ -29,7 +29,7 @@ class NotebookView(AbstractContextManager["NotebookView"]):
     """Shows a sweep below the cell until the `with` block exits; the last state stays.
 
     Args:
-        snapshot: returns the sweep's present state; called about once a second on another thread, and as the block
+        snapshot: returns the sweep's present state; called at most once a second on another thread, and as the block
             begins and ends on its own.
     """
 

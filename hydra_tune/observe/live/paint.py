@@ -2,8 +2,7 @@
 
 Unchanged lines are not sent as a rule, so nothing flickers, and painting costs a third of a full redraw through rich.
 `LiveView` (`terminal.py`) opens an `AlternateScreen` when a sweep's view begins, and paints each new picture there. The
-module must not know the engine: only lines of text come in. All writing to the terminal happens under the screen's
-lock.
+module must not know the engine: only lines of text come in. An `AlternateScreen` writes to the terminal under its lock.
 """
 
 import threading

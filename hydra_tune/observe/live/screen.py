@@ -1,7 +1,7 @@
 """Formats a `SweepView` as lines of a terminal: the sweep, its devices, its trials, and the last printed lines.
 
-Column widths do not depend on the present values, so that no column shifts during a sweep. `LiveView` (`terminal.py`)
-and `NotebookView` (`notebook.py`) call `sweep_lines` for each picture of a running sweep.
+Column widths do not depend on reported values, speeds or times, which change from picture to picture. `LiveView`
+(`terminal.py`) and `NotebookView` (`notebook.py`) call `sweep_lines` for each picture of a running sweep.
 """
 
 import functools

@@ -106,10 +106,8 @@ class SweepView:
     """A whole sweep.
 
     Args:
-        metric: the name of the optimized metric.
         num_planned: trials planned for the study; None: no limit.
         units_saved: shard units never run, because their trial was pruned or cancelled.
-        scheduler_seconds: CPU time spent on scheduling decisions.
         event_log_bytes: size of the file; None where not known.
         event_log_dropped: records left out of the file because of its limit, by kind.
         weights: files of the kept weights, by trial, the best first.

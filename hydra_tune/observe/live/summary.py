@@ -3,7 +3,7 @@
 The functions read a plain `SweepView`, and print to a given console or return plain data. `cli/display/board.py`
 formats a line as each trial ends or is left to a later run, and `cli/display/output.py` reports the whole sweep at the
 end; for `HydraExecutor.live`, `pool/views/live.py` does both, in notebooks without the report. `cli/inspect/run_output.py`
-formats the trials of a log. The module must hold no part of the engine.
+formats the trials of a run. The module must hold no part of the engine.
 
 Note: each field of `TrialView` and `DeviceView` becomes part of the JSON object, unless `_trial` or `_device` drops the field.
 """

@@ -26,8 +26,8 @@ class LiveView(AbstractContextManager["LiveView"]):
     A view that can no longer draw, for example after the terminal has gone, ends; the block continues.
 
     Args:
-        snapshot: returns the sweep's present state; called first on the thread of the block, then about twice a second
-            on another thread.
+        snapshot: returns the sweep's present state; called first on the thread of the block, then at most twice a
+            second on another thread.
         recent: the last lines of the log, newest last; only read.
     """
 

@@ -1,9 +1,8 @@
 """Draws bars over time as a picture.
 
-The module imports matplotlib only when a picture is asked for, and no other module of `hydra_tune` imports matplotlib. The
-module knows neither logs nor simulations: callers make the bars.
-`run_plot.py` calls `draw` for `hydra-tune trace --plot`, and `simulate/plot.py` for `hydra-tune simulate --plot`, which
-calls `import_matplotlib` before the simulation (`cli/commands/simulate.py`).
+The module imports matplotlib only when a picture is asked for, and knows neither logs nor simulations: callers make the
+bars. `run_plot.py` calls `draw` for `hydra-tune trace --plot`, and `simulate/plot.py` for `hydra-tune simulate --plot`,
+which calls `import_matplotlib` before the simulation (`cli/commands/simulate.py`).
 """
 
 import colorsys
