@@ -1,4 +1,4 @@
-"""Checks every new plan once against the eager step before the first use: bit for bit, and a compiled plan up to rounding.
+"""Checks a new captured plan against the eager step before the first use: bit for bit, and a compiled plan up to rounding.
 
 An export bakes Python in: a counter, a branch on a random number, a custom autograd function, or code that asks whether
 gradients are on would give wrong numbers without an error. So a batch, or a part of the batch, runs on the host from the same
