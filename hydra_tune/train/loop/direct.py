@@ -11,10 +11,9 @@ later go there at once: the step completes and counts, and the trial is cut from
 possible, spills in every step (`always_sheds`). Later steps of the kind get the room of the first step, and are not
 followed. The shapes of a batch define the kind: a batch that is no larger in any dimension needs no more room.
 
-Note: undo. Where spilling activations does not help, a single operator needs more than the device has. Until the
-optimizer steps, only buffers, gradients, random streams and Python state of the trial have changed: `undo` restores all
-four, and the batches of the step run once more, cut. Only in this case does the user's step run twice, and the
-alternative would be a failed trial. The same holds for a validation batch.
+Note: undo. Where spilling activations does not help, a single operator needs more than the device has. Until the optimizer
+steps, only buffers, gradients, random streams and Python state of the trial have changed: `undo` restores all four, and the
+batches of the step run once more, cut. The same holds for a validation batch.
 
 Note: notes of Python state. A note walks through all Python values that the step may read, so only followed steps take
 one. Where all steps are followed, the first alone does, and later steps are undone only if the first changed nothing.

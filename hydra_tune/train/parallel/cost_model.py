@@ -1,11 +1,11 @@
 """Cost model of splitting: the time of an optimizer step on one device, data-parallel on several, and pipelined.
 
-Seconds of units are the trial's own, measured; bytes come from the pilot; the bandwidth of a link is the bandwidth of
-the pool's copies so far. The model takes all devices to be alike. A device either computes or copies, because units of
-a split step are not prefetched. A copy between two devices occupies the links of both at the same time, and so counts
-once. `arrange` (`step_strategy.py`) compares the ways by this model before each step for which the pool offers idle
-devices (`pool/devices/idle_devices.py`), and `TrialRehearsal` (`train/timing/fake_trial.py`) for a forecast. All compared
-ways give the same bits, so the model decides on time alone.
+Seconds of units come from the trial's `UnitTimes`; bytes come from the pilot; the bandwidth of a link is the bandwidth of the
+pool's copies so far. The model takes all devices to be alike. A device either computes or copies, because units of a split step
+are not prefetched. A copy between two devices occupies the links of both at the same time, and so counts once. `arrange`
+(`step_strategy.py`) compares the ways by this model before each step for which the pool offers idle devices
+(`pool/devices/idle_devices.py`), and `TrialRehearsal` (`train/timing/fake_trial.py`) for a forecast. All compared ways give the
+same bits.
 
 Note: bytes copied in a step of m batches. Let W be the bytes of parameters, G of their gradients and O of optimizer
 state, each summed over all shards. Let m' be the number of batches on one of D devices: m / D rounded up.
