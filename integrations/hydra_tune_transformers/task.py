@@ -8,9 +8,9 @@ has most of the refusals; this module, `data.py` and `optimizer.py` refuse the r
 trial of a search, within `own_random_state`.
 
 Note: streams. A `Trainer` seeds the process's random streams, so `task_from_trainer` makes a `Trainer` within
-`own_random_state`, and a trial makes a `Trainer` in the trial's own streams on a thread of the pool. Only
-`trainer_from_result` lets the new `Trainer` seed the process's streams. The module must not know shards or devices. Each trial
-has a model of its own: the weights of a model that the user holds never change.
+`own_random_state`, and a trial makes a `Trainer` in the trial's own streams on a thread of the pool. Only `trainer_from_result`
+lets the new `Trainer` seed the process's streams. The module must not know shards or devices. Each trial has a model of its own
+(`own_copy`).
 """
 
 import logging
