@@ -272,7 +272,6 @@ class Trial(TrialFigures):
             raise
 
     def _run(self) -> Generator[Said, None, None]:
-        """Run the training loop to its end or to a bad loss."""
         try:
             yield from self._train()
         except BadLossError as error:

@@ -225,7 +225,6 @@ class WholeModelRunner:
         return True
 
     def _note(self, mode: str, *, is_always_followed: bool) -> None:
-        """Note the Python state before a batch."""
         if self._following is None or (is_always_followed and mode in self._changes_python):
             self._has_unnoted = self._has_unnoted or self._python is None
         elif self._python is None:
@@ -233,7 +232,6 @@ class WholeModelRunner:
             self._python = PythonStateUndo(functions, self._task, module=self._module)
 
     def _unnote(self, mode: str) -> None:
-        """Forget the note at the end of a step."""
         if self._python is not None:
             self._changes_python[mode] = self._changes_python.get(mode, False) or self._python.differs
             self._python = None

@@ -279,7 +279,6 @@ class OptimizerStep:
             self._batch.close()
 
     def _waiting(self, names: set[str]) -> list[ShardUpdate]:
-        """Return the updates of the parameters, by shard."""
         updates_by_shard: dict[tuple[int, int], ShardUpdate] = {}
         for name in sorted(names):
             update = self._updates[name]

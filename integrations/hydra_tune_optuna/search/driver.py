@@ -243,7 +243,6 @@ class OptimizeDriver:
 
     @property
     def _waits_for_pruner(self) -> bool:
-        """Whether the pruner needs more completed trials."""
         rule = self._limits.admission.rule
         return rule is not None and self._num_completed < rule.needed
 

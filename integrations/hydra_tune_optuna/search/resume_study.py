@@ -208,7 +208,6 @@ class StudyResumer:
         return self._pool.checkpoint_dir / _SEARCHES
 
     def _saved_as(self, number: int) -> str:
-        """Name under which a trial's checkpoints are found."""
         return f"{self._study.study_name}/{number}"
 
 

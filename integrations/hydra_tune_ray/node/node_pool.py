@@ -171,7 +171,6 @@ class NodePool:
         return await asyncio.to_thread(self._training.read_saved, trial.job)
 
     async def _last_state(self, held: LeasedTrial) -> Files:
-        """Return the state that a trial completed with."""
         assert self._training is not None
         copy, error = held.at_end, None
         if copy is not None and copy.done() and not copy.cancelled():
