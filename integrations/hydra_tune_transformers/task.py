@@ -58,7 +58,8 @@ def task_from_trainer(make_trainer: Callable[[], Trainer]) -> TrainTask:
 
     Args:
         make_trainer: builds a `Trainer` with `use_cpu=True`, `save_strategy="no"` and `report_to="none"`. With a
-            `model_init` the function is called once, here; with a `model`, once more for each trial, in a thread of the pool.
+            `model_init` the function is called once, here; with a `model`, again whenever a trial is built, in a
+            thread of the pool.
 
     Returns:
         The task. Change settings that `TrainingArguments` do not have with `dataclasses.replace(task, activations=...)`.
