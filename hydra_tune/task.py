@@ -1,11 +1,11 @@
 """`TrainTask`: the executable form of a trial.
 
-A task describes a training run with factories and data handles, and holds no live model or optimizer: a waiting task costs
-nothing, and two tasks can be compared without building their models. Arguments are checked at construction, so that a mistake
-shows where the task was written and not hours later on a worker. People import `TrainTask` from `hydra_tune`, and submit
-the task to a `HydraExecutor` or return the task from a tuner's objective. `train_plain` (`train/loop/reference_loop.py`)
-and the trials of a pool (`train/trial.py`, `shard/capture/step_module.py`) read the arguments, and share the functions
-here that judge a user's values, so that both ways accept and refuse the same.
+A task describes a training run with factories and data handles, and holds no live model or optimizer: two tasks can be compared
+without building their models. Arguments are checked at construction, so that a mistake shows where the task was written and not
+hours later on a worker. People import `TrainTask` from `hydra_tune`, and submit the task to a `HydraExecutor` or return the
+task from a tuner's objective. `train_plain` (`train/loop/reference_loop.py`) and the trials of a pool (`train/trial.py`,
+`shard/capture/step_module.py`) read the arguments, and share the functions here that judge a user's values, so that both ways
+accept and refuse the same.
 
 Note: a task is frozen, and several threads may share a task. The module must import nothing of shards and devices, and of
 tuners has only the hint for a task returned to a tuner without an executor.
@@ -68,7 +68,7 @@ class TrainTask(_ClosureSnapshotSlot):
     evaluate. The pool gives the same numbers.
 
     Args:
-        model: builds the module; called once, with the trial's own random streams.
+        model: builds the module, with the trial's own random streams.
         optimizer: builds the optimizer from the result of `param_groups`, e.g. `partial(torch.optim.AdamW, lr=1e-3)`.
         train: training data: a `Dataset` (with `batch_size`, shuffled), a `DataLoader`, or a callable that returns an
             iterable of batches; iterated anew each epoch. A `DataLoader` is copied for each trial, so that several
@@ -122,7 +122,7 @@ class TrainTask(_ClosureSnapshotSlot):
         parallel: how the batches of an optimizer step (`accumulate`, `split_batches`) use devices that have nothing else to
             do: `"data"` runs batches side by side, each device with all shards; `"pipeline"` gives each device some of
             the shards, of which there have to be two (`num_shards`); `"none"` keeps a step on one device; `"auto"` takes
-            the fastest way by the trial's own measured times. Results are the same bits. A step that cannot be split
+            the fastest way by measured times. Results are the same bits. A step that cannot be split
             this way runs on one device. Source: Harmony, section 3, whose users choose the scheme.
         on_bad_loss: whether a NaN or infinite training loss makes the trial `"fail"`, or ends the trial as if pruned
             (`"prune"`). The step is not taken.

@@ -1,4 +1,4 @@
-"""The scheduler on a virtual clock: simulates a sweep on devices that need not exist. Pure Python, no torch.
+"""The scheduler on a virtual clock: simulates a sweep on devices that need not exist.
 
 `simulate` plays a `Scenario` with the very state machine that drives the real pool; the package must not import the
 pool, torch or numpy. `hydra-tune simulate` (`cli/commands/simulate.py`) and people's programs call `simulate`. Read `model`

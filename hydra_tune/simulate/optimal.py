@@ -1,8 +1,8 @@
 """Optimal schedules of chains of units on identical devices, as the yardstick for policies.
 
-`hydra-tune simulate --optimum` (`cli/commands/simulate.py`) calls `import_ortools` before the simulation, to refuse a
-missing solver, and `optimal_schedule` after the simulation. The module knows durations only: no transfers, no policy, no
-scheduler. The solver needs `ortools`, an extra imported at the first call.
+`hydra-tune simulate --optimum` (`cli/commands/simulate.py`) calls `import_ortools` before the simulation, to refuse a missing
+solver, and `optimal_schedule` after the simulation; `benchmarks/schedule.py` calls `optimal_schedule`, too. The module knows
+durations only: no transfers, no policy, no scheduler. The solver needs `ortools`, an extra imported at the first call.
 """
 
 import heapq

@@ -1,16 +1,16 @@
 """Marks: the trial of each thread, written to memory shared with a supervisor, so marks survive the process.
 
-A worker (`pool/runtime/worker.py`), a preparer (`JobDispatcher.preparing` in `pool/runtime/dispatcher.py`), the thread of
-a user's loop (`train/own_loop/loop_trial.py`), the server of an isolated pool (`isolation/child.py`) and the objective of a
-sweep (`integrations/hydra_tune_optuna/sweep.py`) enter `at_work` while a trial's code runs, at the cost of three writes to
-memory. `pool/faults/retry.py` gives up where the GPUs are lost, and `cli/run/interrupt.py` counts signals. `supervise`
-(`supervisor.py`) reads the marks once the process has ended. A process without a supervisor writes nothing.
+A worker (`pool/runtime/worker.py`), a preparer (`JobDispatcher.preparing` in `pool/runtime/dispatcher.py`), the thread of a
+user's loop (`train/own_loop/loop_trial.py`), the server of an isolated pool (`isolation/child.py`) and the objective of a sweep
+(`integrations/hydra_tune_optuna/sweep.py`) enter `at_work` while a trial's code runs. `pool/faults/retry.py` gives up where the
+GPUs are lost, and `cli/run/interrupt.py` counts signals. `supervise` (`supervisor.py`) reads the marks once the process has
+ended. A process without a supervisor writes nothing.
 
 Note: blame (`CrashHistory.note` in `supervisor.py`). A process that ends itself out of order may name the trial to blame
-(`give_up`). Else the trial to blame is the trial marked for the faulting thread, if the system has named the thread; or
-the marked trial, if exactly one trial is marked, and either no thread was named or the trial ran alone as a suspect.
-If no rule applies, all marked trials become *suspects* in the next process: while a suspect is marked there, no other
-trial is, so the next crash has a single candidate.
+(`give_up`). Else the trial to blame is the trial marked for the faulting thread, if faulthandler has named the thread; or the
+marked trial, if exactly one trial is marked, and either no thread was named or the trial ran alone as a suspect. If no rule
+applies, all marked trials become *suspects* in the next process: while a suspect is marked there, no other trial is, so the
+next crash has a single candidate.
 
 Note: turns. While a process has suspects, `at_work` may wait for other trials to leave. So a thread must not wait, inside
 `at_work`, for another thread that has yet to enter for another trial. Several threads may enter for one trial: a worker waits

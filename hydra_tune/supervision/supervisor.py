@@ -1,4 +1,4 @@
-"""The supervisor: starts a process, waits for the end, and restarts the process after a crash, until an orderly end.
+"""The supervisor: starts a process, waits for the end, and restarts the process after a crash.
 
 With isolation, `hydra-tune sweep` (`cli/commands/sweep.py`) calls `supervise` before the sweep begins, and
 `IsolatedPoolClient` (`isolation/parent.py`) does so in a copy of the program at the first submitted task.

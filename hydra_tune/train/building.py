@@ -1,6 +1,6 @@
-"""Calls of a task's factories, with clear errors for common mistakes.
+"""Calls of a task's factories of model and optimizer, with clear errors for common mistakes.
 
-`Trial` (`trial.py`) calls the factories through this module when the trial is built, and `train_plain`
+`Trial` (`trial.py`) calls these factories through this module when the trial is built, and `train_plain`
 (`train/loop/reference_loop.py`) does so before its first step. `SingleTrial` (`single_trial.py`) and `MemberTrial`
 (`fusion/group/member.py`) prepare a built module for planning; `LoopTrial` (`own_loop/loop_trial.py`) calls `on_host`. The
 module must not know the pool, the scheduler or a pool's devices.

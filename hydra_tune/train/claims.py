@@ -1,9 +1,9 @@
 """Claims of trials on trained objects: two trials training the same object would change each other's numbers.
 
-A trial claims the module, the optimizer, and the memory of the parameters. Untrained memory may be shared, such as the
-frozen vectors of an embedding in a dozen trials. `Trial` (`trial.py`) makes the claim as soon as the module is built, or
-`LoopTrial` (`own_loop/loop_trial.py`) once the loop has registered the module, and gives the claim up when the trial is
-closed.
+A trial claims the module, the optimizer, and the memory of the parameters. Untrained memory may be shared, such as the frozen
+vectors of an embedding in a dozen trials. `Trial` (`trial.py`) makes the claim as soon as the module is built, or `LoopTrial`
+(`own_loop/loop_trial.py`) once the loop has registered the module, and gives the claim up when the trial is closed.
+`TensorGroups` (`state/tensor_groups.py`) notes parameters whose last values were given up (`note_lost`).
 
 Note: a new claim may wait up to a minute for each trial that is ending. The wait leaves the capture gate, and holds no lock.
 """

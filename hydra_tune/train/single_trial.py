@@ -329,7 +329,6 @@ class SingleTrial(OwnCodeTrial):
             super()._step_scheduler()
 
     def _finish(self, step: OptimizerStep, epoch: int, batches: int) -> Generator[Said, None, None]:
-        """Finish an optimizer step, and do the work due after the step."""
         try:
             yield from self._together(step, ends=True)
             if step.is_arranged:

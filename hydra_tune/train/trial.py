@@ -103,8 +103,8 @@ class Trial(TrialFigures):
         times: measured times of the units of plans, shared by the trials of a pool; None: the trial measures alone.
         beginning: state from which the trial resumes; None: the trial starts from scratch.
         keeper: saves the trial between its steps; None: the trial is never saved.
-        may_run_own_code: whether the trial runs the user's own step where the step fits; otherwise the step is always
-            captured.
+        may_run_own_code: whether the trial runs the user's own step where the step fits; otherwise the step is
+            captured, or runs whole as a single unit.
     """
 
     _stop_asked = 0  # reports after which `stop=` has been asked
@@ -272,7 +272,6 @@ class Trial(TrialFigures):
             raise
 
     def _run(self) -> Generator[Said, None, None]:
-        """Run the training loop to its end or to a bad loss."""
         try:
             yield from self._train()
         except BadLossError as error:

@@ -1,9 +1,9 @@
 """Opens the storage that a sweep file or the command line names, without creating one for a reader.
 
-`run_sweep` and `check_sweep` (`sweep.py`), and `OptunaStudyReader` and `stored_study` (`study_reader.py`) open storages
-here. Optuna creates a missing storage when the value of `open_storage` is used. So a reader must call `has_tables` before,
-and `check_file` first where the reader wants an error for a missing file. The module must not import torch, so that
-`hydra-tune list` answers at once.
+`run_sweep` and `check_sweep` (`sweep.py`), and `OptunaStudyReader` and `stored_study` (`study_reader.py`) open storages here.
+`open_storage` creates the missing file of a journal, and Optuna creates a missing database when its storage is used. So a
+reader must call `has_tables` before, and `check_file` first where the reader wants an error for a missing file. The module must
+not import torch, so that `hydra-tune list` answers at once.
 """
 
 import sqlite3

@@ -244,7 +244,6 @@ class TrialClient:
             self._line = None
 
     def _is_here(self) -> bool:
-        """Whether the pool is on this node."""
         # `PoolDirectory` ends the name of each pool with the id of the node.
         return self._pool_name.endswith(f":{ray.get_runtime_context().get_node_id()}")
 
@@ -283,7 +282,6 @@ class TrialClient:
             raise PoolError(f"the pool of {name} has died: {message_line(error)}; {_REMEDY}") from error
 
     def _renew(self) -> None:
-        """Renew the lease until the client has left."""
         while not self._left.wait(self._request.lease_seconds / _BEATS):
             if self._pool is None:
                 continue

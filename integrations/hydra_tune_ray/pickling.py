@@ -1,6 +1,6 @@
 """Pickles the objects sent to pools, and names the culprit where pickling fails.
 
-`trainable` (`trainable.py`) pickles `build` before any pool starts, and `start_pools` (`pools.py`) tries each option of
+`trainable` (`trainable.py`) pickles `build` before its trials start, and `start_pools` (`pools.py`) tries each option of
 the executor. `NodePoolRuntime` (`node/pool_runtime.py`) unpickles `build` for each trial.
 """
 

@@ -1,9 +1,9 @@
 """`trainable`: a Ray Tune trainable whose trials train in shared pools.
 
-Each trial is a separate process that computes nothing: the process takes its task to a pool, and each `step` of Ray is
-one report of the task in the pool. The process must not import torch. People import `trainable` from `hydra_tune_ray` and
-give the returned class to `ray.tune.Tuner`; `sweep.py` does so for each sweep on a cluster. Ray calls the methods of
-`PoolTrainable`, in the trial's process.
+Each trial runs in a process of Ray that computes nothing: the process takes its task to a pool, and each `step` of Ray is one
+report of the task in the pool. The process must not import torch. People import `trainable` from `hydra_tune_ray` and give the
+returned class to `ray.tune.Tuner`; `sweep.py` does so for each sweep on a cluster. Ray calls the methods of `PoolTrainable`, in
+the trial's process.
 
 Note: Ray's calls and the pool. `step` answers the last report and waits for the next. Between two steps the trial waits in
 the pool, and so never runs ahead of Ray. `save_checkpoint` writes the state of the waiting or ended trial, and a ticket, or

@@ -1,8 +1,9 @@
 """Modules that contain the model of a `Trainer`, such as the losses of sentence-transformers, whose `forward` calls the model.
 
-`losses_around` finds these attributes of a `Trainer`, and returns copies with an empty module in the place of the model.
-`placed` puts a trial's model there for a call (`own_loss.py`). A loss with parameters or buffers of its own is trained
-beside the model: the module of the trial is then a `ModelWithLosses` (`task.py`). The module must not know shards or devices.
+`losses_around` finds these attributes of a `Trainer`, and returns copies with an empty module in the place of the model;
+`refusals.py` refuses a loss that holds a part of the model as well (`holds_part`). `placed` puts a trial's model there for a
+call (`own_loss.py`). A loss with parameters or buffers of its own is trained beside the model: the module of the trial is then
+a `ModelWithLosses` (`task.py`). The module must not know shards or devices.
 """
 
 import copy

@@ -3,8 +3,8 @@
 `task_of` (`task.py`), for `task_from_trainer` and for each trial of a search, refuses a `Trainer` with any of these. Each
 argument of `TrainingArguments` is taken over, has no effect on the numbers, or stands in the table of refusals. An argument
 unknown to this module is refused unless the argument has its default, or is as empty as its default. Three arguments of
-generation and `sortish_sampler` pass (`_arguments`), and so does every argument that a script's own subclass adds. The
-module only reads the `Trainer`, and must not know shards or the pool's devices.
+generation and `sortish_sampler` pass (`_arguments`), and so does every argument that a script's own subclass adds under a name
+unknown to `REFUSED`. The module only reads the `Trainer`, and must not know shards or the pool's devices.
 """
 
 import dataclasses

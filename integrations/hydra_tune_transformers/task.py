@@ -8,9 +8,9 @@ has most of the refusals; this module, `data.py` and `optimizer.py` refuse the r
 trial of a search, within `own_random_state`.
 
 Note: streams. A `Trainer` seeds the process's random streams, so `task_from_trainer` makes a `Trainer` within
-`own_random_state`, and a trial makes a `Trainer` in the trial's own streams on a thread of the pool. Only
-`trainer_from_result` lets the new `Trainer` seed the process's streams. The module must not know shards or devices. Each trial
-has a model of its own: the weights of a model that the user holds never change.
+`own_random_state`, and a trial makes a `Trainer` in the trial's own streams on a thread of the pool. Only `trainer_from_result`
+lets the new `Trainer` seed the process's streams. The module must not know shards or devices. Each trial has a model of its own
+(`own_copy`).
 """
 
 import logging
@@ -58,7 +58,8 @@ def task_from_trainer(make_trainer: Callable[[], Trainer]) -> TrainTask:
 
     Args:
         make_trainer: builds a `Trainer` with `use_cpu=True`, `save_strategy="no"` and `report_to="none"`. With a
-            `model_init` the function is called once, here; with a `model`, once more for each trial, in a thread of the pool.
+            `model_init` the function is called once, here; with a `model`, again whenever a trial is built, in a
+            thread of the pool.
 
     Returns:
         The task. Change settings that `TrainingArguments` do not have with `dataclasses.replace(task, activations=...)`.

@@ -1,4 +1,4 @@
-"""Checks every new plan once against the eager step before the first use: bit for bit, and a compiled plan up to rounding.
+"""Checks a new captured plan against the eager step before the first use: bit for bit, and a compiled plan up to rounding.
 
 An export bakes Python in: a counter, a branch on a random number, a custom autograd function, or code that asks whether
 gradients are on would give wrong numbers without an error. So a batch, or a part of the batch, runs on the host from the same
@@ -6,11 +6,11 @@ state, twice eagerly and once as the units of each plan to check. Losses, gradie
 `ValueNumbering` (`value_numbering.py`) may stand in for the arithmetic. The first eager run must not change anything outside
 the reach of a graph (plain attributes, the `random` and numpy generators). The run of the units also gives their first times.
 
-`PlanLibrary` (`shard/partition/plan_cache.py`) calls `verify` before handing out a captured plan; only planning without
+`PlanLibrary` (`shard/partition/plan_cache.py`) calls `verify` before handing out a new captured plan; only planning without
 training leaves out the check, if a step is too large. `PlanLibrary.check_again` calls `verify` for a later batch, and
 `PlanLibrary` calls `verify_close` for a plan with a compiler, whose numbers may differ by rounding.
-`shard/partition/trial_step.py` raises `changed_state`, and `train/checkpoint/trial_checkpoint.py` saves
-`tensor_attributes`. The module must not change a plan.
+`shard/partition/trial_step.py` raises `changed_state`, and `train/checkpoint/trial_checkpoint.py` saves `tensor_attributes`.
+The module must not change a plan.
 
 Note: `verify` runs inside `undisturbed` (`process_state.py`), and `verify_close` inside `GATE.exclusive`. Both run on a copy
 of the model, whose buffers are rewound before each later run. `verify` puts back the thread's torch stream and the contents

@@ -6,8 +6,8 @@ check for each new training plan of several shards, and for each further trial t
 `is_told_by_key`. `ModelState` (`train/state/model_state.py`) runs the check before a second update within one step of a
 model in one shard. `ModelState` and `train/checkpoint/trial_checkpoint.py` ask `has_overlap`.
 
-Note: callers are inside the capture gate, because optimizers ask `torch.compiler.is_compiling()`. The stand-ins of a user's
-class share objects with the trial's optimizer; `trying` (`shard/cost/update_pilot.py`) puts these back.
+Note: callers of `check_separable` are inside the capture gate, because optimizers ask `torch.compiler.is_compiling()`. The
+stand-ins of a user's class share objects with the trial's optimizer; `trying` (`shard/cost/update_pilot.py`) puts these back.
 """
 
 import itertools

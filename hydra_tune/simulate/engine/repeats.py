@@ -1,7 +1,7 @@
 """Skips exact repetitions of a simulation's state.
 
-Unless `skip_repeats` is False, `Simulator` (`simulator.py`) calls `RepetitionSkipper.step_ended` at each end of a step, and
-`look` after events: where the skipper wants a look, and after each event with a time of its own. All that decides
+Unless `skip_repeats` is False, `Simulator` (`simulator.py`) calls `RepetitionSkipper.step_ended` at each end of a step or of a
+burst, and `look` after events: where the skipper wants a look, and after each event with a time of its own. All that decides
 the course of a simulation must be part of `_signature`, and each count that grows must be part of `_skip`.
 
 Note: exactness. The simulation is deterministic between external events: events with a time of their own (an arrival, a
@@ -77,7 +77,7 @@ class RepetitionSkipper:
         self._watched: int | None = None
         self._seen: _SimulationSnapshot | None = None
         self._distance, self._reach = 0, 1
-        self._num_steps = 0  # steps of all trials since the last look
+        self._num_steps = 0  # steps and bursts of all trials since the last look
 
     def step_ended(self, job: SimulatedJobState) -> None:
         """Note that a trial begins its next step, or is about to end."""

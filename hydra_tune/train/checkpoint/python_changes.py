@@ -1,10 +1,10 @@
 """`PythonChanges`: names the values that a trial's functions keep in Python, and that a resumed trial has lost.
 
-No checkpoint has such values, so a checkpoint has a digest of each value that has changed since the trial's beginning.
-`Trial` (`train/trial.py`) writes the digests with each snapshot, and compares the values of a resumed trial with the
-digests of the checkpoint before the first new batch. `LoopTrial` (`train/own_loop/loop_trial.py`) compares before the loop
-goes on. `SingleTrial` and `LoopTrial` call `begins`, only where the trial is saved. The module must not restore a value: a
-difference is a line of the log.
+No checkpoint has such values, so a checkpoint has digests of values that have changed since the trial's beginning. `Trial`
+(`train/trial.py`) writes the digests with each snapshot, and compares the values of a resumed trial with the digests of the
+checkpoint before the first new batch. `LoopTrial` (`train/own_loop/loop_trial.py`) compares before the loop goes on.
+`SingleTrial` and `LoopTrial` call `begins`, only where the trial is saved. The module must not restore a value: a difference is
+a line of the log.
 """
 
 import itertools

@@ -4,8 +4,8 @@
 of a step when the step is due. `fusion/matching/group_timing.py` draws the batches of timed steps. This module knows
 nothing of models, shards or devices.
 
-Note: contexts. Code of the user's data runs inside the trial's random streams and the capture gate (`own_code`). A wait
-for workers runs outside the gate (`waiting`), so that no capture waits for a loader; a draw then must not use the streams.
+Note: contexts. Code of the user's data runs inside the trial's random streams and the capture gate (`own_code`). A wait for
+workers runs outside the gate (`waiting`) if the draw cannot use the streams, so that no capture waits for a loader.
 
 Note: skipping. When a trial was saved during a pass, the resumed trial begins the pass again from the positions that
 all streams and samplers had at its beginning, and draws and drops the batches that the trial has trained on. Where a

@@ -6,9 +6,9 @@ loop. `TrialDataFeed` (`data_feed.py`) calls `source_of` at the start of each pa
 indices if the loader is known. Members of fused groups (`fusion/group/member.py`) get the indices themselves, and
 `fusion/group/batched_inputs.py` gathers the batches of all members at once.
 
-Note: known loaders. A loader is known if the loader, its samplers, its data and its collation are exactly torch's own
-classes and the loader has no workers, so that no code of the user's is involved. Every other loader draws its batches
-itself.
+Note: known loaders. A loader is known if the loader, its samplers, its data and its collation are exactly torch's own classes
+and the loader has no workers and pins no memory, so that no code of the user's is involved. Every other loader draws its
+batches itself.
 
 Note: time of draws. Torch draws the base seed of workers in `iter()`, and a sampler without a generator draws its own
 seed with the first index, both from the trial's streams; later indices draw nothing from the streams. So with a sampler

@@ -1,10 +1,10 @@
 """A trial's own copies of objects that change while data is drawn.
 
 A `DataLoader`, the sampler and the generator are the user's objects, may belong to several trials, and change with each
-iteration. A trial draws from copies in the state left by the user; the originals never change. The samples are never
-copied: a dataset with random streams of its own, and an `IterableDataset` that is no data pipe, has a shallow copy.
-`TrialDataFeed` (`data_feed.py`) and `train_plain` (`train/loop/reference_loop.py`) get the batches of each pass from
-`TrialLoaderCopies`.
+iteration. A trial draws from copies in the state left by the user, except for a data pipe, and for a loader inside a callable.
+The samples are never copied: a dataset with random streams of its own, and an `IterableDataset` that is no data pipe, has a
+shallow copy. `TrialDataFeed` (`data_feed.py`) and `train_plain` (`train/loop/reference_loop.py`) get the batches of each pass
+from `TrialLoaderCopies`.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Safe start and end of a `DataLoader`'s worker processes: no worker hangs, and no worker is left behind.
+"""Safe start and end of a `DataLoader`'s worker processes.
 
 `HydraExecutor` (`executor.py`) calls `prepare` when a task is submitted and `leave` when the executor shuts down, and
 `TrialDataFeed` (`data_feed.py`) calls `ready` before the workers of a pass start, and `end` after a pass. `HydraExecutor`

@@ -5,9 +5,9 @@
 The module must not know models, steps or the pool's devices.
 
 Note: large data, from a mebibyte on. Plain CPU tensors move to shared memory once, the program's own tensors included. Numpy
-arrays are copied once per pass to a file in memory. Each worker maps both privately: a write by a worker changes neither the
-program's data nor another worker's data, as after a fork. Tensors in memory that the program itself shares, such as a cache
-for all workers, stay shared. An array mapped from a file is mapped again in the worker.
+arrays are copied to a file in memory each time workers start. Each worker maps both privately: a write by a worker changes
+neither the program's data nor another worker's data, as after a fork. Tensors in memory that the program itself shares, such as
+a cache for all workers, stay shared. An array mapped from a file is mapped again in the worker.
 
 Note: forks by the program. A tensor never leaves shared memory again, so workers that the program forks later write
 into the program's tensor.

@@ -5,12 +5,11 @@ of a pass start. `isolation/child.py` forgets the servers of the process from wh
 `isolation/parent.py` asks `is_quiet` before a fork of its own. `worker_parts.py` refuses objects of a session that a server
 does not know (`LoaderForkServer.names`).
 
-Note: two ways to begin. `LoaderForkServer.fork` copies this process within milliseconds: the workers then have the
-program's modules, its `__main__`, and classes of a notebook or of a script from standard input. A copy is sound only
-while every other Python thread waits, because a lock held by a busy thread stays locked in the copy for ever. So for a
-task with workers, the executor forks the server before the pool begins to work. Where a thread is busy,
-`LoaderForkServer.start` begins a new interpreter to import the loaded modules once for all workers instead of once for
-each.
+Note: two ways to begin. `LoaderForkServer.fork` copies this process within milliseconds: the workers then have the program's
+modules, its `__main__`, and classes of a notebook or of a script from standard input. A copy is sound only while every other
+Python thread waits, because a lock held by a busy thread stays locked in the copy for ever. So the executor takes a server when
+a task with workers is submitted, where possible before the pool is at work. Where a thread is busy, `LoaderForkServer.start`
+begins a new interpreter to import the loaded modules once for all workers instead of once for each.
 
 This module knows nothing of loaders, trials or devices. `_WAITS` names functions of other files in which a pool's
 threads wait: renaming such a function or file without `_WAITS` makes workers start slowly.

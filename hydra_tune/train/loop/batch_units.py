@@ -309,7 +309,6 @@ class BatchUnits:
 
     @contextmanager
     def _lease(self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int) -> Iterator[Lease]:
-        """Lease parameters and buffers by name, other blocks, and workspace."""
         shared = self._state.shared
         # The user's own code reads the module's own parameters.
         with (

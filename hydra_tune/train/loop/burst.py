@@ -193,7 +193,6 @@ class BurstRunner:
         return waited_seconds
 
     def _steps(self, lease: Lease, device: Device) -> None:
-        """Run steps until the time is up or a mark ends the burst."""
         end = time.perf_counter() + BURST_SECONDS
         for item in self._program:
             if item is BurstMark.FOLLOWED:

@@ -11,10 +11,9 @@ later go there at once: the step completes and counts, and the trial is cut from
 possible, spills in every step (`always_sheds`). Later steps of the kind get the room of the first step, and are not
 followed. The shapes of a batch define the kind: a batch that is no larger in any dimension needs no more room.
 
-Note: undo. Where spilling activations does not help, a single operator needs more than the device has. Until the
-optimizer steps, only buffers, gradients, random streams and Python state of the trial have changed: `undo` restores all
-four, and the batches of the step run once more, cut. Only in this case does the user's step run twice, and the
-alternative would be a failed trial. The same holds for a validation batch.
+Note: undo. Where spilling activations does not help, a single operator needs more than the device has. Until the optimizer
+steps, only buffers, gradients, random streams and Python state of the trial have changed: `undo` restores all four, and the
+batches of the step run once more, cut. The same holds for a validation batch.
 
 Note: notes of Python state. A note walks through all Python values that the step may read, so only followed steps take
 one. Where all steps are followed, the first alone does, and later steps are undone only if the first changed nothing.
@@ -226,7 +225,6 @@ class WholeModelRunner:
         return True
 
     def _note(self, mode: str, *, is_always_followed: bool) -> None:
-        """Note the Python state before a batch."""
         if self._following is None or (is_always_followed and mode in self._changes_python):
             self._has_unnoted = self._has_unnoted or self._python is None
         elif self._python is None:
@@ -234,7 +232,6 @@ class WholeModelRunner:
             self._python = PythonStateUndo(functions, self._task, module=self._module)
 
     def _unnote(self, mode: str) -> None:
-        """Forget the note at the end of a step."""
         if self._python is not None:
             self._changes_python[mode] = self._changes_python.get(mode, False) or self._python.differs
             self._python = None

@@ -1,10 +1,10 @@
 """Gradients between backward and update: loss scaling, unscaling, and clipping by their global norm.
 
-All of this happens shard by shard, with the numbers of `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`.
-Unscaling and clipping need all gradients before the first update, so a step with either has its updates in a separate
-phase. `TrainingBatch` (`training_batch.py`) calls `GradientProcessor.complete` after the last backward of a shard, and
-`ModelState` (`train/state/model_state.py`) calls `clip` before each update. `WholeModelRunner` (`direct.py`), for the
-user's own step, calls torch's own clipping (`clip_plainly`), or both with loss scaling. `GroupGradients`
+For a model in shards, all three happen shard by shard, with the numbers of `torch.amp.GradScaler` and
+`torch.nn.utils.clip_grad_norm_`. Unscaling and clipping need all gradients before the first update, so a step with either has
+its updates in a separate phase. `TrainingBatch` (`training_batch.py`) calls `GradientProcessor.complete` after the last
+backward of a shard, and `ModelState` (`train/state/model_state.py`) calls `clip` before each update. `WholeModelRunner`
+(`direct.py`), for the user's own step, calls torch's own clipping (`clip_plainly`), or both with loss scaling. `GroupGradients`
 (`fusion/group/group_step.py`) are the rules of a fused group.
 
 Note: the norm. `clip_grad_norm_` takes the norm of the stack of all tensors' norms. Here each tensor's norm is taken

@@ -114,7 +114,6 @@ def refuse_batch_norm(task: TrainTask, module: nn.Module) -> None:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Return a copy of a parameter or buffer on the host."""
     host_tensor = tensor.detach().cpu()
     return nn.Parameter(host_tensor, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else host_tensor
 

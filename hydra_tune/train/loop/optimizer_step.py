@@ -7,9 +7,9 @@ for each rehearsed step of a forecast. `GroupExecutor` (`fusion/group/group_exec
 (`fusion/group/group_step.py`), the step of a fused group. The module must not know where blocks are or on which device a
 unit runs; `train/parallel/step_strategy.py` chooses how batches run together.
 
-Note: several batches. Batches run one after the other by default. Where the host has room for the values of all
-batches, batches run shard by shard (`train/parallel/batch_grouping.py`), so a shard is loaded once for all batches.
-Where other devices are idle, batches run side by side (`train/parallel/parallel_step.py`). The result is the same.
+Note: several batches. Batches run one after the other by default. Where loads are saved and the host has room for the values of
+several batches, such batches run shard by shard (`train/parallel/batch_grouping.py`). Where other devices are idle, batches run
+side by side (`train/parallel/parallel_step.py`). The result is the same.
 
 Note: order of updates. Where no rule needs all gradients first, a shard is updated right after its last backward, while
 parameters and gradients are on the device. Otherwise the updates follow all backward units, beginning with the first
@@ -279,7 +279,6 @@ class OptimizerStep:
             self._batch.close()
 
     def _waiting(self, names: set[str]) -> list[ShardUpdate]:
-        """Return the updates of the parameters, by shard."""
         updates_by_shard: dict[tuple[int, int], ShardUpdate] = {}
         for name in sorted(names):
             update = self._updates[name]

@@ -1,12 +1,13 @@
-"""Room on a device's ledger for results of the user's own code, taken before each operator that allocates.
+"""Room on a device's ledger for results of the user's own code, taken operator by operator.
 
 `WholeModelRunner` (`direct.py`) follows the first step of each kind of batch with a `WorkspaceTracker`; `BatchUnits`
 (`batch_units.py`) follows each float32 unit that runs the user's own code, and `train/own_loop/unit_memory.py` the first
 units of a loop of the user's own.
 
-Note: bits. While a mode is active, torch may choose kernels that round differently: under autocast, and in some backwards,
-such as those of `prod` and of `masked_fill` with a learned value. No caller follows forwards or backwards of a task in low
-precision, and `direct.py` follows no backward of `prod`; the other callers do.
+Note: bits. While a mode is active, torch may choose kernels that round differently: under autocast, and in some backwards, such
+as those of `prod` and of `masked_fill` with a learned value. No caller follows forwards or backwards of a task in low
+precision. `direct.py` and the units of a captured model follow no such backward (`shard/execute/compute.py`); the first units
+of a loop do.
 
 Note: sizes. The bytes of an operator's results come from running the same operator on tensors without bytes, once for
 each geometry of its arguments. Where only a real run tells (`nonzero`), and for memory that the operator keeps for

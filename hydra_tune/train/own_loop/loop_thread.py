@@ -1,9 +1,9 @@
 """`LoopThread`: the thread of a loop, which runs only while another thread waits for its next mark.
 
-`LoopTrial` (`loop_trial.py`) resumes the thread from the trial's program, on whichever thread of the pool runs the
-program, as a generator is resumed. Either side sleeps while the other runs, so neither needs a lock. Contexts such as
-streams and the capture gate belong to a thread, so the loop's thread leaves its own before each mark, and enters new ones
-after the mark.
+`LoopTrial` (`loop_trial.py`) resumes the thread from the trial's program, on whichever thread of the pool runs the program, as
+a generator is resumed. Until the trial ends, either side sleeps while the other runs, so neither needs a lock. Contexts such as
+streams and the capture gate belong to a thread, so the loop's thread leaves its own before each mark, and enters new ones after
+the mark.
 """
 
 import logging

@@ -8,7 +8,7 @@ registered state is the trial's state, which other trials spill between its burs
 (`pool/runtime/preparer.py`) makes the trial. Code before `register` runs in the pool's preparation, as the factories of
 other tasks do.
 
-Note: threads. Either the loop's thread or the pool's thread that runs the program runs, never both, so no attribute needs a
+Note: threads. Until `close`, either the loop's thread or the pool's thread that runs the program runs, so no attribute needs a
 lock. Each thread enters streams, gate and device for itself, because the contexts belong to the thread.
 """
 

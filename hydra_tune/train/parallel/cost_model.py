@@ -1,11 +1,11 @@
 """Cost model of splitting: the time of an optimizer step on one device, data-parallel on several, and pipelined.
 
-Seconds of units are the trial's own, measured; bytes come from the pilot; the bandwidth of a link is the bandwidth of
-the pool's copies so far. The model takes all devices to be alike. A device either computes or copies, because units of
-a split step are not prefetched. A copy between two devices occupies the links of both at the same time, and so counts
-once. `arrange` (`step_strategy.py`) compares the ways by this model before each step for which the pool offers idle
-devices (`pool/devices/idle_devices.py`), and `TrialRehearsal` (`train/timing/fake_trial.py`) for a forecast. All compared
-ways give the same bits, so the model decides on time alone.
+Seconds of units come from the trial's `UnitTimes`; bytes come from the pilot; the bandwidth of a link is the bandwidth of the
+pool's copies so far. The model takes all devices to be alike. A device either computes or copies, because units of a split step
+are not prefetched. A copy between two devices occupies the links of both at the same time, and so counts once. `arrange`
+(`step_strategy.py`) compares the ways by this model before each step of several batches for which the pool offers idle devices
+(`pool/devices/idle_devices.py`), and `TrialRehearsal` (`train/timing/fake_trial.py`) for a forecast. All compared ways give the
+same bits.
 
 Note: bytes copied in a step of m batches. Let W be the bytes of parameters, G of their gradients and O of optimizer
 state, each summed over all shards. Let m' be the number of batches on one of D devices: m / D rounded up.
@@ -22,8 +22,8 @@ state, each summed over all shards. Let m' be the number of batches on one of D 
   would be long: then each batch runs by itself, m' (2W + 4G) on each device, 2m W in all.
 * **Pipelined**: parameters and sums stay. Boundaries at cuts between devices are copied across, forward and back. Where
   a device's shards fit the device, neighbouring shards share a device, and a step takes one batch's way through all
-  devices plus m - 1 times the slowest device. Where the shards do not fit, shards are *dealt* to the devices in turn,
-  as evenly as possible, and each shard runs all batches back to back. Each shard is then loaded twice: 2W in all (with
+  devices plus m - 1 times the slowest device. Where the shards do not fit, shards are *dealt*, each to the device with
+  the least work so far, and each shard runs all batches back to back. Each shard is then loaded twice: 2W in all (with
   the write-back of the update, Harmony's 3|W|), and nearly every cut lies between devices. The pipe fills in D - 1
   units; with fewer batches than devices, the devices wait for each other.
 * **Updates**: the parts of W, G and O that are not on the device are loaded, and changes are spilled, where W, G and O

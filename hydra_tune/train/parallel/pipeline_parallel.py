@@ -1,8 +1,8 @@
 """`PipelineParallelStep`: batches of an optimizer step side by side, with a home device for each shard.
 
-Batches travel from device to device: a device owns some of the shards and runs their units for every batch. A parameter's
-gradients are summed on the device of its shard. `OptimizerStep` (`train/loop/optimizer_step.py`) makes the parallel step
-when the batches drawn ahead are due, if `step_strategy.py` has chosen homes.
+Batches travel from device to device: a device is the home of some of the shards and runs their units for all batches. A
+parameter's gradients are summed on the device of its shard. `OptimizerStep` (`train/loop/optimizer_step.py`) makes the parallel
+step when the batches drawn ahead are due, if `step_strategy.py` has chosen homes.
 
 The shards of a home form a queue (`ordered_queues.py`). Moving a shard costs a copy of parameters and sums, so a unit
 never leaves a home that is about to be free; the next step asks for devices again.

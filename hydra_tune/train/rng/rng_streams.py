@@ -43,7 +43,6 @@ _LOCK = threading.Lock()
 
 
 def _own_numpy() -> Any:
-    """Return the module of numpy's streams; None without numpy."""
     return importlib.import_module("hydra_tune.train.rng.own_numpy") if importlib.util.find_spec("numpy") else None
 
 

@@ -1,11 +1,10 @@
 """A batch's values as blocks: the store of a chain of units in the pool.
 
-`BatchUnits` (`train/loop/batch_units.py`) makes a `BlockStore` for each batch, and the batch's units read and write
-values there, one unit at a time. Subclasses such as `TrainingBatch` (`train/loop/training_batch.py`) hand gradients from
-store to store, and `ParallelBatch` (`train/parallel/parallel_batch.py`) sets `stand_ins`. `UnitRollback`
-(`train/loop/unit_rollback.py`) undoes a unit that ran out of memory with `begin` and `take_back`; `ShardChain`
-(`shard/execute/chain.py`) ends such a chance with `settle`. A store has no lock: threads other than the unit's may call
-`blocks` alone. The module must not know the order of units.
+`BatchUnits` (`train/loop/batch_units.py`) makes a `BlockStore` for each batch, and the batch's units read and write values
+there, one unit at a time. Subclasses such as `TrainingBatch` (`train/loop/training_batch.py`) hand gradients from store to
+store, and the leases of units set `stand_ins`. `UnitRollback` (`train/loop/unit_rollback.py`) undoes a unit that ran out of
+memory with `begin` and `take_back`; `ShardChain` (`shard/execute/chain.py`) ends such a chance with `settle`. A store has no
+lock: threads other than the unit's may call `blocks` alone. The module must not know the order of units.
 """
 
 from collections import Counter

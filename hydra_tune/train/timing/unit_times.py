@@ -1,9 +1,9 @@
 """Unit times and remaining work of a trial: the estimates by which the scheduler plans.
 
-The estimates start from the pilot's run and follow the measurements. `train/loop/batch_units.py` makes the `UnitTimes` of a
-plan, and `OwnCodeTrial` (`train/own_code_trial.py`) those of the user's own code. `TrialFigures` (`train/trial_figures.py`)
-records the seconds of each unit here, and a worker (`pool/runtime/worker.py`) tells the scheduler the trial's remaining time
-after each unit. Measured seconds must not change the numbers of a trial.
+The estimates start from the run of a plan's check, or from a guess, and follow the measurements. `train/loop/batch_units.py`
+makes the `UnitTimes` of a plan, and `OwnCodeTrial` (`train/own_code_trial.py`) those of the user's own code. `TrialFigures`
+(`train/trial_figures.py`) records the seconds of each unit here, and a worker (`pool/runtime/worker.py`) tells the scheduler
+the trial's remaining time after each unit. Measured seconds must not change the numbers of a trial.
 """
 
 import threading
@@ -16,7 +16,7 @@ _MOST = 2.0
 _COUNTED = ("batches_per_epoch", "validation_batches", "epoch", "steps", "evaluated_batches")
 # First guess: bytes that a step touches for each byte of the state.
 _STEP_BYTES = 4
-# First guess for updates, because the pilot does not run updates.
+# First guess for updates, because a plan's check runs no updates.
 _UPDATE_BYTES_PER_SECOND = 2e9
 
 

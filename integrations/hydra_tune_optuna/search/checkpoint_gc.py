@@ -1,4 +1,4 @@
-"""Removes the checkpoints of told trials, once the trial's weights are kept or not among the best.
+"""Removes the checkpoints of completed and pruned trials, once the trial's weights are kept or not among the best.
 
 A process killed between the tell and the keeping leaves a complete trial with a checkpoint and no weights. The next
 search resumes the checkpoint in the pool to recover the weights; a checkpoint of the trial's final state takes no

@@ -4,8 +4,9 @@
 here. One thread, the caller's, touches study, sampler, pruner and callbacks. The driver does around a task the same as
 Optuna's own `Study.optimize` around an objective, in the same words and order.
 
-Note: each trial is in `_untold` from the ask, before the objective runs, until the tell, so that an early end finds the
-trial. Interrupts are held all the while, and come through only in the windows of `let_interrupts_through`.
+Note: each trial is in `_untold` from the ask, before the objective runs, until the tell, so that an early end finds the trial.
+Interrupts are held all the while, and come through in the windows of `let_interrupts_through`, or at the third
+(`hydra_tune/interrupts.py`).
 """
 
 import copy
@@ -242,7 +243,6 @@ class OptimizeDriver:
 
     @property
     def _waits_for_pruner(self) -> bool:
-        """Whether the pruner needs more completed trials."""
         rule = self._limits.admission.rule
         return rule is not None and self._num_completed < rule.needed
 

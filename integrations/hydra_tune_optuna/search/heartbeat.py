@@ -1,4 +1,4 @@
-"""One thread that sends the heartbeats of all running trials of a study, for storages with a heartbeat.
+"""One thread that sends the heartbeats of all running trials of a search, for storages with a heartbeat.
 
 The module knows nothing of pools or of training. `OptimizeDriver` (`driver.py`) calls `add` when a trial begins or waits to
 be taken up, `beat` once the driver has found the trials that dead processes have left, and `discard` when a trial has been

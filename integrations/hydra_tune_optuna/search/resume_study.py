@@ -6,8 +6,8 @@ removes checkpoints here, and `shutdown.py` asks whether a trial has one.
 
 Note: ownership. With a `checkpoint_dir`, each search keeps a locked file there for as long as the search lives. The search
 *claims* a trial by writing the file's name into the trial's storage record, before or as the trial begins to run. A running
-trial whose claims are all by dead searches is ownerless, and the next search claims it. Trials without a claim belong to
-plain Optuna, and trials with a claim unknown to this folder belong to another folder.
+trial whose claims are all by dead searches is ownerless, and the next search claims it. Trials with neither a claim nor a
+checkpoint here belong to plain Optuna, and trials with a claim unknown to this folder belong to another folder.
 
 Note: checkpoints. Checkpoints are found by study name and trial number, and must agree with the trial in parameters and
 start time, because a study may have been deleted and recreated under its name. A trial without a checkpoint was killed
@@ -208,7 +208,6 @@ class StudyResumer:
         return self._pool.checkpoint_dir / _SEARCHES
 
     def _saved_as(self, number: int) -> str:
-        """Name under which a trial's checkpoints are found."""
         return f"{self._study.study_name}/{number}"
 
 

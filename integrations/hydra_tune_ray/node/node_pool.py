@@ -4,8 +4,8 @@ The pool runs in a Ray actor. The actor's event loop only routes messages; tasks
 threads, and the devices compute in the executor's threads. `PoolActor` (`actors.py`) makes the `NodePool` at the first
 call, and forwards each call of a client or of the directory.
 
-Note: waits. The pool answers `next` within `_ANSWER_SECONDS`, if only with `WaitingOutcome`. Calls that build, copy, write or
-end a trial may take minutes, and their callers allow for minutes. The heartbeat waits for no trial.
+Note: waits. The pool answers `next` within seconds, if only with `WaitingOutcome`. Calls that build, copy, write or end a trial
+may take minutes, and their callers allow for minutes. The heartbeat waits for no trial.
 
 Note: threads. All state here changes on the event loop alone, without locks; a change across an `await` must look again
 whether the trial is still in the table. Nothing on the loop may block longer than the executor's own lock.
@@ -171,7 +171,6 @@ class NodePool:
         return await asyncio.to_thread(self._training.read_saved, trial.job)
 
     async def _last_state(self, held: LeasedTrial) -> Files:
-        """Return the state that a trial completed with."""
         assert self._training is not None
         copy, error = held.at_end, None
         if copy is not None and copy.done() and not copy.cancelled():

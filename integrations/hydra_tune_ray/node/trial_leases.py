@@ -119,7 +119,7 @@ class LeasedTrial:
 
 
 class LeasedTrialTable:
-    """All trials of a pool, by key; an answer to a client comes within `answer_seconds`."""
+    """All trials of a pool, by key; `next_of` waits `answer_seconds` at most."""
 
     def __init__(self, answer_seconds: float) -> None:
         self._answer_seconds = answer_seconds
