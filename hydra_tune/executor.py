@@ -491,7 +491,7 @@ class HydraExecutor:
             ConfigError: a name in `changes` that is no argument of `TrainTask`, a priority that is not an int, or an
                 executor made with `plans_only=True` or `isolate=True`.
             TaskError: a task that cannot be trained as changed.
-            CheckpointError: the job is over and has no checkpoint, ends meanwhile, is paused within a step, or has
+            CheckpointError: the job is over and has no checkpoint, ends meanwhile, cannot be saved where it waits, or has
                 state that cannot be copied.
         """
         self._check_trains()
@@ -529,7 +529,7 @@ class HydraExecutor:
             The folder, for `submit(..., resume_from=...)`.
 
         Raises:
-            CheckpointError: the job is over, ends meanwhile, is paused within a step, or has state that no checkpoint
+            CheckpointError: the job is over, ends meanwhile, cannot be saved where it waits, or has state that no checkpoint
                 can hold; or the folder belongs to another trial.
             FileError: the system refuses.
         """

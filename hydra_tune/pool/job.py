@@ -240,7 +240,8 @@ class Job:
             kept, and of a completed or pruned job only the latest.
 
         Raises:
-            CheckpointError: the pool has no `checkpoint_dir`; the job is paused within a step, or ends before the save;
+            CheckpointError: the pool has no `checkpoint_dir`; the job is paused within a step, waits at a report within a
+                pass that can be saved only at its end, or ends before the save;
                 or no checkpoint can hold some object of the job.
             FileError: the checkpoint cannot be written.
             HydraTuneError: as of `result`.

@@ -584,7 +584,7 @@ class Pool:
             until: time of `time.monotonic` at which the wait ends.
 
         Raises:
-            CheckpointError: the job is paused within a step, and would never reach the end of the step.
+            CheckpointError: the job is paused within a step, or waits at a report where it cannot be saved.
         """
         record = self._record_of(job)
         keeper = keeper or (None if record is None else record.keeper)
@@ -595,8 +595,8 @@ class Pool:
             # Otherwise the trial itself serves the request, at the end of its step.
             if trial is not None and trial.may_be_saved:
                 keeper.answer(trial)
-            elif job.paused:
-                raise paused_within_a_step(job)
+            else:
+                refuse_saving(job)
         finally:
             record.turn.release()
 
@@ -728,11 +728,18 @@ class Pool:
         torch.set_num_threads(self._intraop_threads)
 
 
-def paused_within_a_step(job: Job) -> CheckpointError:
-    """Return the error for saving a job paused within a step."""
-    return CheckpointError(
-        f"{job.name!r} is paused within a step, and a job can be saved only between two steps; unpause() it first"
-    )
+def refuse_saving(job: Job) -> None:
+    """Refuse to save a job now that cannot be saved as is, where somebody else has to let the job go on first."""
+    if job.state == "waiting":
+        raise CheckpointError(
+            f"{job.name!r} waits at a report from which it could not be resumed: within a pass whose data cannot be drawn "
+            "again from the middle, or at loop.step(may_resume=False). Answer the report first, and save the job later, or "
+            "report where it can be resumed, as with report_every='epoch'"
+        )
+    if job.paused:
+        raise CheckpointError(
+            f"{job.name!r} is paused within a step, and a job can be saved only between two steps; unpause() it first"
+        )
 
 
 def _has_turn(record: JobState, waiting_for: "Future[Any] | None", until: float) -> bool:

@@ -306,6 +306,11 @@ def same_step(loop):
     loop.report(1.0)
 
 
+def own_name(loop):
+    loop.register(nn.Linear(2, 2))
+    loop.report({"value": 1.0, "step": 800})
+
+
 def other_thread(loop):
     errors = []
 
@@ -340,6 +345,7 @@ def other_thread(loop):
         (registers_twice, TaskError, "called once"),
         (other_metric, MetricError, "did you mean 'vale'?"),
         (same_step, MetricError, "above that of the report before, 1, not 1"),
+        (own_name, MetricError, "no metric named 'step'"),
         (other_thread, TaskError, "another thread has called it"),
     ],
 )

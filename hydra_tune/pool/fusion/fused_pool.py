@@ -27,7 +27,7 @@ from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher
 from hydra_tune.pool.fusion.group_loaders import MemberLoaders
 from hydra_tune.pool.fusion.job_table import FusedJobTable
 from hydra_tune.pool.job import OVER, EventStream, Job, JobProgress
-from hydra_tune.pool.pool import Pool, paused_within_a_step
+from hydra_tune.pool.pool import Pool, refuse_saving
 from hydra_tune.pool.runtime.job_state import progress_of, progress_without_trial
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.task import TrainTask
@@ -213,6 +213,8 @@ class FusedPool:
             if entry is None or entry.keeper is None:
                 return
             group, carrier, member = self._table.group_of(entry), entry.carrier, entry.trial
+            if job.state == "waiting" and member is not None and not member.may_be_saved:
+                refuse_saving(job)
         # A group that waits saves on the timer's thread, any other between two of its steps.
         if group is not None:
             group.wake()
@@ -221,8 +223,8 @@ class FusedPool:
         # The job has left its group, so no other thread runs its trial.
         elif member is not None and member.may_be_saved:
             entry.keeper.answer(member)
-        elif job.paused:
-            raise paused_within_a_step(job)
+        else:
+            refuse_saving(job)
 
     def _keeper_of(self, job: Job) -> TrialCheckpointer:
         with self._pool.changed:

@@ -17,6 +17,9 @@ from hydra_tune.loop_task import LoopTask
 from hydra_tune.task import check_positive, check_reported, number_of
 from hydra_tune.train.own_loop.registered import Registered, left_out
 
+_HISTORY_NAMES = ("step", "epoch", "seconds")
+"""Names in each entry of a history beside the metrics."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopReport:
@@ -151,7 +154,8 @@ class Loop:
                 `step()`, with the next.
 
         Raises:
-            MetricError: no numbers, a metric of the task is missing, or the step is not higher than the last.
+            MetricError: no numbers, a metric named as the history's own entries, a metric of the task is missing, or the
+                step is not higher than the last.
             TaskError: nothing is registered.
         """
         self._check("loop.report()")
@@ -162,6 +166,11 @@ class Loop:
             number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else number_of(value)
             if number is None:
                 raise MetricError(f"loop.report() takes numbers by name, and {name!r} is {type(value).__name__}")
+            if name in _HISTORY_NAMES:
+                raise MetricError(
+                    f"loop.report() takes no metric named {name!r}, because each entry of the history has a {name!r} of its "
+                    "own; choose another name, or give step= for the number of the report"
+                )
             values[str(name)] = float(number)
         check_reported(self._task.metrics, values)
         step = self._host.num_steps + 1 if step is None else step

@@ -18,6 +18,7 @@ from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_che
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError, ConfigError
 from hydra_tune.pool.checkpointing.writer import check_checkpoint_dir
+from hydra_tune.pool.job import OVER
 from hydra_tune.train.checkpoint.snapshot import TrialStateSnapshot
 from hydra_tune.train.checkpoint.trial_checkpoint import decoded
 from tests.parity.exact import differences
@@ -469,3 +470,33 @@ def test_trials_of_two_pools_with_one_folder_have_folders_of_their_own(tmp_path)
         assert other.status == "completed", other.error
         assert other.checkpoint == tmp_path / "same~2"
         assert job.result(PATIENCE_SECONDS).checkpoint == tmp_path / "same"
+
+
+def drawn_anew():
+    """Data that cannot be drawn again from the middle: the order comes from torch's generator within the pass."""
+    for indices in torch.randperm(24).split(8):
+        yield X[indices] + torch.randn(1), Y[indices]
+
+
+@pytest.mark.parametrize("options", [{}, {"fusion": "on", "fusion_size": 2}], ids=["alone", "fused"])
+def test_a_save_at_a_report_that_cannot_be_resumed_is_refused_at_once(tmp_path, options):
+    """The thread that answers the reports would wait for itself."""
+    described = [task(train=drawn_anew, epochs=2, report_every=2, seed=seed) for seed in (1, 2)]
+    with running(devices="cpu:1", checkpoint_dir=tmp_path / "saved", max_concurrent=2, **options) as pool:
+        events = pool.events()
+        jobs = [pool.submit(one, f"trial {number}", events) for number, one in enumerate(described)]
+        for _ in jobs:
+            assert events.get(PATIENCE_SECONDS) is not None
+        for job in jobs:
+            with pytest.raises(CheckpointError, match="could not be resumed"):
+                job.checkpoint(PATIENCE_SECONDS)
+            with pytest.raises(CheckpointError, match="could not be resumed"):
+                pool.save_to(job, tmp_path / "elsewhere")
+        while any(job.state not in OVER for job in jobs):
+            for job in jobs:
+                job.proceed()
+            events.get(0.05)
+        for one, job in zip(described, jobs, strict=True):
+            assert job.result().status == "completed"
+            if not options:
+                assert against_plain(one, job.result()) == []
