@@ -182,7 +182,8 @@ class Simulator:
             device = self._device_numbers[fault.device]
             speed = self.scenario.devices[device.number].speed * fault.factor
             self._at(self.grid.round(fault.at_seconds), SimulationEventKind.DEVICE_SLOWS, device.number, speed)
-        for outage in self.scenario.outages:
+        # In the order of time: a device that leaves at the moment of its return joins first.
+        for outage in sorted(self.scenario.outages, key=lambda outage: outage.at_seconds):
             number = self._device_numbers[outage.device].number
             self._at(self.grid.round(outage.at_seconds), SimulationEventKind.DEVICE_LEAVES, number)
             if outage.until_seconds is not None:

@@ -130,6 +130,14 @@ def test_a_device_that_comes_back_works_again():
     assert [bar[2:] for bar in bars(result)][:2] == [("backward", 0, 0, 1), ("lost", 1, 1, 1.5)]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_device_may_leave_at_the_moment_of_its_return(order):
+    outages = (Outage(device="d1", at_seconds=1, until_seconds=5), Outage(device="d1", at_seconds=5))[::order]
+    devices = [SimulatedDevice(name=name) for name in ("d0", "d1")]
+    result = play(trial(steps=4), trial("b", steps=4), devices=devices, outages=outages)
+    assert max(bar[-1] for bar in bars(result) if bar[0] == "d1") <= 5
+
+
 def test_the_scheduler_knows_where_shards_are_after_a_loss():
     """Also that a shard is on the very device that it was lost with."""
     policy = Noting("lrtf")
