@@ -2,9 +2,9 @@
 
 The fallback for optimizers without stacked arithmetic, such as a user's own optimizer class.
 `fusion/group/stacked_state.py` calls `group_optimizer`, which chooses between this class and `BatchedOptimizer`, when a
-group's members are stacked; `ModelState` (`train/state/model_state.py`) calls `step`, with gradients for the parameters of
-one update at a time. The module must not know groups, trials or plans, and a member's step must leave the other
-members' bits alone.
+group's members are stacked, and `GroupTrial` (`fusion/group/group_trial.py`) sets `around_member`; `ModelState`
+(`train/state/model_state.py`) calls `step`, with gradients for the parameters of one update at a time. The module must
+not know groups, trials or plans, and a member's step must leave the other members' bits alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,9 +1,10 @@
 """`PlannedSizeChooser`: decide how many trials form a job if a device holds only fewer at once, by planning their steps.
 
 The class compares planned groups, and pairs of groups in turn, with smaller groups that fit unplanned. A planned group
-wins only if the time per trial falls, unless the user insists on large groups (`fusion_planner="on"`). `GroupMatcher`
-(`pool/fusion/group_matcher.py`) asks `PlannedSizeChooser` before a group is formed, if more trials wait than fit a
-device; `pool/dry_run/fusion_report.py` calls `compared` for `HydraExecutor.plan(probe=True)`.
+wins only if the time per trial falls, unless the user insists on large groups (`fusion_planner="on"`).
+`GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes a pool's chooser, and `GroupMatcher`
+(`pool/fusion/group_matcher.py`) asks the chooser before a group is formed, if more trials wait than fit a device;
+`pool/dry_run/fusion_report.py` calls `compared` for `HydraExecutor.plan(probe=True)`.
 
 Note: a lock is held while steps are planned, for seconds, so no caller may hold the pool's lock. Members are only read.
 """
