@@ -46,11 +46,7 @@ class LoopThread:
         return self._thread
 
     def check_caller(self) -> None:
-        """Refuse a call of another thread.
-
-        Raises:
-            TaskError: as said.
-        """
+        """Refuse, by a `TaskError`, a call of another thread."""
         if threading.current_thread() is not self._thread:
             raise TaskError("a loop belongs to the thread of its function, and another thread has called it")
 
