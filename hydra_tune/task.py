@@ -327,21 +327,13 @@ def _check_weighing(task: TrainTask) -> None:
 
 
 def check_seed(seed: object) -> None:
-    """Refuse a seed that torch, numpy and random do not all take.
-
-    Raises:
-        TaskError: as said.
-    """
+    """Refuse, by a `TaskError`, a seed that torch, numpy and random do not all take."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise TaskError(f"seed must be an integer from 0 to 2**32 - 1 (numpy takes no other), not {seed!r}")
 
 
 def check_positive(name: str, value: object, *, instead: str = "a whole number of at least 1") -> None:
-    """Refuse anything but a whole number of at least 1.
-
-    Raises:
-        TaskError: as said.
-    """
+    """Refuse, by a `TaskError`, anything but a whole number of at least 1."""
     # bool is a subclass of int: True must not pass for 1.
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise TaskError(f"{name} must be {instead}, not {value!r}")

@@ -53,11 +53,7 @@ class LoopHost(Protocol):
         """Warn of variables of the loop with a state that it has not registered."""
 
     def check_caller(self) -> None:
-        """Refuse a call of another thread than the loop's.
-
-        Raises:
-            TaskError: as said.
-        """
+        """Refuse, by a `TaskError`, a call of another thread than the loop's."""
 
     def take(self, registered: Registered, steps: int | None) -> None:
         """Take what the loop registers; returns on the device of the first unit."""

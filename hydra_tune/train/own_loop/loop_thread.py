@@ -44,11 +44,7 @@ class LoopThread:
         self._is_over, self._is_ending = False, False
 
     def check_caller(self) -> None:
-        """Refuse a call of another thread.
-
-        Raises:
-            TaskError: as said.
-        """
+        """Refuse, by a `TaskError`, a call of another thread."""
         if threading.current_thread() is not self.thread:
             raise TaskError("a loop belongs to the thread of its function, and another thread has called it")
 
