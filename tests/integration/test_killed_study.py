@@ -17,7 +17,9 @@ from hydra_tune.errors import CheckpointError
 from hydra_tune_optuna.search.resume_study import StudyResumer
 from hydra_tune_optuna.search.shutdown import leave
 from hydra_tune_optuna.weights import StudyWeights
+from tests.contract.optuna_drivers import optuna_log
 from tests.support.forked import Forked
+from tests.support.killed import described
 from tests.support.killed_study import RATES, begin, build, main, saved_trials, storage
 
 PATIENCE_SECONDS = 120.0
@@ -221,3 +223,28 @@ def test_weights_of_a_trial_that_was_told_before_they_were_written(tmp_path, mon
         found = study.load_module(0).state_dict()
     assert steps == 48
     assert all(torch.equal(tensor, expected[f"model.{name}"]) for name, tensor in found.items())
+
+
+def test_a_cancelled_recovery_of_weights_is_named_as_such(tmp_path, monkeypatch):
+    with HydraExecutor(devices="cpu:1", max_concurrent=1, checkpoint_dir=tmp_path / "saved") as pool:
+        study = optuna.create_study(
+            storage=storage(tmp_path), keep_best=1, weights_dir=tmp_path / "weights", executor=pool
+        )
+        with monkeypatch.context() as killed:
+            killed.setattr(StudyWeights, "completed", lambda *arguments: None)
+            killed.setattr(StudyResumer, "forget", lambda *arguments: None)
+            study.optimize(short, n_trials=1)
+        pool.submit(described(7, 100_000), name="in the only place")
+        submit = pool.submit
+
+        def cancelled(*arguments, **options):
+            job = submit(*arguments, **options)
+            job.cancel()
+            return job
+
+        monkeypatch.setattr(pool, "submit", cancelled)
+        with optuna_log() as log:
+            study.optimize(short, n_trials=0)
+    assert [line.partition(":")[2] for line in log if "are not kept" in line] == [
+        " The weights of trial 0 are not kept: its recovery was cancelled"
+    ]
