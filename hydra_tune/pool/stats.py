@@ -114,8 +114,9 @@ class PoolStats:
 
     Attributes:
         devices: statistics by device name.
-        units_run: sum of the devices' `units`, of which each fused trial counts its own.
-        units_saved: units that pruned and cancelled trials, fused or not, would still have run.
+        units_run: sum of the devices' `units`. With fusion each trial of a group counts the units of its own steps, as
+            `Result.units_run` does.
+        units_saved: units that pruned and cancelled trials would still have run, counted in the same way with fusion.
         elapsed_seconds: wall time.
         scheduler_seconds: CPU time of scheduling decisions, and of predicting the units to prefetch for.
         steps_by_way: optimizer steps of several batches, without each trial's first step, by way: "one device" (batches

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,11 +41,12 @@ from optuna.samplers import (
     TPESampler,
 )
 from optuna.samplers._brute_force import _TreeNode
-from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage, fail_stale_trials
+from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage, fail_stale_trials
 from optuna.storages._cached_storage import _CachedStorage
 from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.storages._rdb.models import TrialModel
 from optuna.storages._rdb.storage import _create_scoped_session
+from optuna.storages.journal import JournalFileBackend
 from optuna.study import Study
 from optuna.study._optimize import _log_failed_trial
 from optuna.study._optimize import _logger as logger
@@ -78,6 +80,7 @@ __all__ = [
     "set_study_attribute",
     "stop_requested",
     "storage_of",
+    "storage_place",
     "stored",
     "study_attributes",
     "take_up",
@@ -92,6 +95,22 @@ __all__ = [
 def storage_of(study: Study) -> BaseStorage:
     """Storage of the study."""
     return study._storage
+
+
+def storage_place(study: Study) -> str | None:
+    """Path of the study's storage, or URL of a server without passwords; None for a storage in memory."""
+    # Optuna puts a cache around a database.
+    storage = study._storage._backend if isinstance(study._storage, _CachedStorage) else study._storage
+    if isinstance(storage, RDBStorage):
+        url = storage.engine.url
+        if url.get_backend_name() != "sqlite":
+            return url.set(query={}).render_as_string(hide_password=True)
+        return None if url.database in (None, "", ":memory:") else str(Path(str(url.database)).resolve())
+    if isinstance(storage, InMemoryStorage):
+        return None
+    if isinstance(storage, JournalStorage) and isinstance(storage._backend, JournalFileBackend):
+        return str(Path(storage._backend._file_path).resolve())
+    return type(storage).__name__
 
 
 def wait_for_sqlite(storage: BaseStorage, seconds: float) -> None:

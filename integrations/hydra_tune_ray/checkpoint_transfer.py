@@ -14,6 +14,9 @@ from hydra_tune_ray.messages import Files
 FOLDER = "trial"
 """Folder of a trial's checkpoint within Ray's checkpoint, in the format of `hydra_tune.checkpoint`."""
 
+NOTE = "pruned.txt"
+"""File of Ray's last checkpoint of a trial that has pruned itself, in place of the folder."""
+
 _KINDS = (".safetensors", ".json", ".manifest")
 
 

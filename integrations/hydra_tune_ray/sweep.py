@@ -28,6 +28,7 @@ from hydra_tune.cli.sweep_file.spec import PruningRule, SweepSpec
 from hydra_tune.errors import ConfigError
 from hydra_tune_ray import trainable  # an import of the module itself would take the function's place in the package
 from hydra_tune_ray.callback import PoolCallback
+from hydra_tune_ray.checkpoint_transfer import NOTE
 from hydra_tune_ray.errors import TrialError
 from hydra_tune_ray.pools import Pools, start_pools
 
@@ -257,7 +258,8 @@ class _ObserverCallback(tune.Callback):
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:  # noqa: ARG002
         # Ray calls a trial complete that a scheduler has stopped, too. A trial that trains on after its last report, as with
         # `report_every`, completes without a result of its own.
-        self._finished(trial, "pruned" if trial.trial_id in self._stopped else "completed")
+        is_pruned = trial.trial_id in self._stopped or _has_pruned_itself(trial)
+        self._finished(trial, "pruned" if is_pruned else "completed")
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:  # noqa: ARG002
         # Not `trial.get_error()`: Ray copies the file there only later.
@@ -278,6 +280,14 @@ class _ObserverCallback(tune.Callback):
         )
         if self._observer.finished(record):
             self.stopper.is_over = True
+
+
+def _has_pruned_itself(trial: Trial) -> bool:
+    """Whether a trial has diverged after its last report: Ray has no result of that, and saves the trial at its end."""
+    kept = trial.checkpoint
+    if kept is None or kept.filesystem is None:
+        return False
+    return bool(kept.filesystem.get_file_info(f"{kept.path}/{NOTE}").is_file)
 
 
 class _ObserverStopper(tune.Stopper):

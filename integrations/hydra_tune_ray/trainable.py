@@ -27,7 +27,7 @@ from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import DONE, RESULT_DUPLICATE
 
 from hydra_tune.errors import ConfigError
-from hydra_tune_ray.checkpoint_transfer import FOLDER, read_files
+from hydra_tune_ray.checkpoint_transfer import FOLDER, NOTE, read_files
 from hydra_tune_ray.client import TrialClient
 from hydra_tune_ray.errors import TrialError
 from hydra_tune_ray.messages import BeginRequest, Files, ReportOutcome, TrialTicket
@@ -39,7 +39,6 @@ CPUS = 0.01
 
 _LOGGER = logging.getLogger("hydra_tune.ray")
 _TICKET = "ticket.json"
-_NOTE = "pruned.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +130,7 @@ class PoolTrainable(Trainable):
         if self._has_pruned_itself:
             # Ray saves every trial at its end by default, and would call this one failed.
             note = "The trial has pruned itself (on_bad_loss), and its state was not kept.\n"
-            (Path(checkpoint_dir) / _NOTE).write_text(note)
+            (Path(checkpoint_dir) / NOTE).write_text(note)
             return
         ticket = self._client.save(Path(checkpoint_dir) / FOLDER)
         (Path(checkpoint_dir) / _TICKET).write_text(json.dumps(asdict(ticket)))

@@ -1,5 +1,6 @@
 """A search whose process is killed goes on in another: the same trials under the same numbers, and the same values."""
 
+import shutil
 import signal
 import time
 from functools import partial
@@ -12,10 +13,13 @@ from optuna.trial import TrialState
 import hydra_tune_optuna as optuna
 from hydra_tune import HydraExecutor
 from hydra_tune.checkpoint.folder import load_checkpoint
+from hydra_tune.errors import CheckpointError
 from hydra_tune_optuna.search.resume_study import StudyResumer
 from hydra_tune_optuna.search.shutdown import leave
 from hydra_tune_optuna.weights import StudyWeights
+from tests.contract.optuna_drivers import optuna_log
 from tests.support.forked import Forked
+from tests.support.killed import described
 from tests.support.killed_study import RATES, begin, build, main, saved_trials, storage
 
 PATIENCE_SECONDS = 120.0
@@ -113,7 +117,48 @@ def test_a_trial_without_a_checkpoint_begins_anew_once_its_search_has_died(tmp_p
         assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 3
     assert [number for number, _ in rates] == [0, 1, 2]
     assert rates[0][1] == RATES[0]
-    assert [path.name for path in (tmp_path / "saved" / ".searches").iterdir()] == ["lock"]
+    assert [path.name for path in (tmp_path / "saved" / ".searches").iterdir() if path.suffix != ".json"] == ["lock"]
+
+
+def test_a_study_of_the_same_name_in_another_storage_removes_no_checkpoint(tmp_path):
+    """Neither does a copy of the study; the study itself goes on, also from another place, and may be made anew."""
+
+    def study_in(storage, *, is_there=False):
+        make = optuna.load_study if is_there else optuna.create_study
+        return make(storage=f"sqlite:///{tmp_path / storage}.db", study_name="killed", executor=pool)
+
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path / "saved") as pool:
+        study = study_in("one")
+        search = StudyResumer(study, pool)
+        search.begin(never)
+        trial = search.ask()
+        job = pool.submit(build(trial), **search.submit_options(trial, None)[0])
+        job.checkpoint(PATIENCE_SECONDS)
+        job.cancel()
+        job.result(PATIENCE_SECONDS)
+        search.close(leaves=True)
+        saved = pool.find_checkpoint("killed/0")
+        refused = r"checkpoints of another study 'killed', in \S+one\.db, and this study is in \S+{}; give one"
+        with pytest.raises(CheckpointError, match=refused.format(r"two\.db")):
+            study_in("two").optimize(short, n_trials=1)
+        assert study_in("two", is_there=True).trials == []
+        shutil.copy(tmp_path / "one.db", tmp_path / "three.db")
+        with pytest.raises(CheckpointError, match=refused.format(r"three\.db")):
+            study_in("three", is_there=True).optimize(short, n_trials=1)
+        with pytest.raises(CheckpointError, match="this study is in memory"):
+            optuna.create_study(study_name="killed", executor=pool).optimize(short, n_trials=1)
+        assert pool.find_checkpoint("killed/0") == saved is not None
+        for _ in range(2):  # in memory, studies of one name follow each other, and leave no note
+            optuna.create_study(study_name="brief", executor=pool).optimize(short, n_trials=1)
+        (tmp_path / "one.db").rename(tmp_path / "moved.db")
+        moved = study_in("moved", is_there=True)
+        moved.optimize(build, n_trials=0)
+        assert [trial.state for trial in moved.trials] == [TrialState.COMPLETE]
+        optuna.delete_study(study_name="killed", storage=f"sqlite:///{tmp_path}/moved.db")
+        again = study_in("moved")
+        again.optimize(short, n_trials=1)
+        assert [trial.state for trial in again.trials] == [TrialState.COMPLETE]
+    assert {path.name for path in (tmp_path / "saved" / ".searches").iterdir()} == {"lock", "killed.json"}
 
 
 def test_only_one_search_takes_what_another_has_left(tmp_path):
@@ -178,3 +223,28 @@ def test_weights_of_a_trial_that_was_told_before_they_were_written(tmp_path, mon
         found = study.load_module(0).state_dict()
     assert steps == 48
     assert all(torch.equal(tensor, expected[f"model.{name}"]) for name, tensor in found.items())
+
+
+def test_a_cancelled_recovery_of_weights_is_named_as_such(tmp_path, monkeypatch):
+    with HydraExecutor(devices="cpu:1", max_concurrent=1, checkpoint_dir=tmp_path / "saved") as pool:
+        study = optuna.create_study(
+            storage=storage(tmp_path), keep_best=1, weights_dir=tmp_path / "weights", executor=pool
+        )
+        with monkeypatch.context() as killed:
+            killed.setattr(StudyWeights, "completed", lambda *arguments: None)
+            killed.setattr(StudyResumer, "forget", lambda *arguments: None)
+            study.optimize(short, n_trials=1)
+        pool.submit(described(7, 100_000), name="in the only place")
+        submit = pool.submit
+
+        def cancelled(*arguments, **options):
+            job = submit(*arguments, **options)
+            job.cancel()
+            return job
+
+        monkeypatch.setattr(pool, "submit", cancelled)
+        with optuna_log() as log:
+            study.optimize(short, n_trials=0)
+    assert [line.partition(":")[2] for line in log if "are not kept" in line] == [
+        " The weights of trial 0 are not kept: its recovery was cancelled"
+    ]

@@ -101,6 +101,27 @@ def test_a_grid_is_run_and_a_trial_that_fails_is_told(ray_environment, tmp_path,
     assert min(wanted, key=lambda lr: wanted[lr][1]) in [lr for lr in rates if trials[lr]["state"] == "completed"]
 
 
+DIVERGING = """
+    import dataclasses
+
+    from tests.support import ray_tasks
+
+    def build(lr, epochs, report_every):
+        task = ray_tasks.build({"lr": lr, "epochs": epochs, "report_every": report_every})
+        return dataclasses.replace(task, on_bad_loss="prune")
+"""
+
+
+@pytest.mark.slow
+def test_a_trial_that_prunes_itself_after_a_report_is_pruned(ray_environment, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = sweep(tmp_path, cap=2, lr="{values: [0.02, 1.0e+30]}", report_every=1, task=DIVERGING)
+    assert run.returncode == 0, run.stderr[-3000:]
+    trials = {trial["params"]["lr"]: trial for trial in json.loads(run.stdout)["trials"]}
+    assert {rate: trial["state"] for rate, trial in trials.items()} == {0.02: "completed", 1e30: "pruned"}
+    assert isinstance(trials[1e30]["value"], float), "that of its report"
+
+
 @pytest.mark.slow
 def test_a_trial_that_trains_on_after_its_last_report_is_completed(ray_environment, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -86,7 +86,7 @@ class StudyCheckpointCollector:
                 self._running[id(job)] = _WeightsRecovery(frozen=frozen, task=task, job=job)
                 return
         except Exception as error:  # noqa: BLE001 - an objective may raise anything; the search goes on
-            self._say_lost(frozen, error)
+            self._say_lost(frozen, f"{type(error).__name__}: {error}")
         # Nothing can be recovered, so the checkpoint is of no further use.
         self.told(frozen.number)
 
@@ -100,7 +100,9 @@ class StudyCheckpointCollector:
         if event.result.status == "completed" and self._weights is not None:
             self._weights.completed(recovery.frozen, recovery.task, event.result)
         else:
-            self._say_lost(recovery.frozen, event.result.error)
+            error = event.result.error
+            why = f"its recovery was {event.result.status}" if error is None else f"{type(error).__name__}: {error}"
+            self._say_lost(recovery.frozen, why)
         self.told(recovery.frozen.number)
 
     def told(self, number: int) -> None:
@@ -118,6 +120,6 @@ class StudyCheckpointCollector:
                 self._told.discard(number)
                 self._resuming.forget(number)
 
-    def _say_lost(self, frozen: FrozenTrial, error: BaseException | None) -> None:
+    def _say_lost(self, frozen: FrozenTrial, why: str) -> None:
         if self._weights is not None:
-            self._weights.say_lost(frozen.number, f"{type(error).__name__}: {error}")
+            self._weights.say_lost(frozen.number, why)

@@ -9,12 +9,18 @@ Note: ownership. With a `checkpoint_dir`, each search keeps a locked file there 
 trial whose claims are all by dead searches is ownerless, and the next search claims it. Trials with neither a claim nor a
 checkpoint here belong to plain Optuna, and trials with a claim unknown to this folder belong to another folder.
 
+Note: studies. Beside the searches' files the folder notes the identity and the storage of each study. A study of the same
+name in another storage is refused, because each of the two would remove the checkpoints of the other. A study that was deleted
+and made anew in its storage takes the folder over.
+
 Note: checkpoints. Checkpoints are found by study name and trial number, and must agree with the trial in parameters and
 start time, because a study may have been deleted and recreated under its name. A trial without a checkpoint was killed
 before its first, or before any training, and begins anew under its number.
 """
 
 import contextlib
+import json
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +33,15 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from hydra_tune import HydraExecutor
 from hydra_tune.checkpoint.alive import LivenessFile, alone, has_died
 from hydra_tune.checkpoint.alive import forget as forget_sign
+from hydra_tune.checkpoint.files import file_error, write_file
+from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError, HydraTuneError
 from hydra_tune.pool.checkpointing.lookup import CheckpointSummary
 from hydra_tune_optuna import optuna_internals
 
 _SEARCHES = ".searches"  # no trial's folder begins with a dot
 _CLAIM = "hydra_tune:search:"
+_IDENTITY = "hydra_tune:identity"  # of a study, in its storage
 
 _logger = get_logger("optuna.hydra_tune")
 
@@ -76,6 +85,7 @@ class StudyResumer:
             Completed trials with weights to recover; then the ownerless running trials, by number.
 
         Raises:
+            CheckpointError: the folder has the checkpoints of a study of this name in another storage.
             FileError: the folder of checkpoints cannot be written to.
         """
         if not self.saves:
@@ -83,6 +93,7 @@ class StudyResumer:
         self._sign = LivenessFile(self._folder)
         # Alone: two searches that start at once must not claim the same trials.
         with alone(self._folder):
+            self._take_folder()
             ownerless = self.left()
             dead_searches = {name for resumable in ownerless for name in _claims(resumable.frozen)}
             for resumable in ownerless:
@@ -93,6 +104,29 @@ class StudyResumer:
             }:
                 forget_sign(self._folder, name)
         return [*self._told(is_wanted), *ownerless]
+
+    def _take_folder(self) -> None:
+        """Note that the folder is this study's, unless the folder is that of a study of this name in another storage."""
+        name, storage = self._study.study_name, optuna_internals.storage_place(self._study)
+        path = self._folder / f"{folder_name(name)}.json"
+        noted, identity = _noted(path), optuna_internals.study_attributes(self._study).get(_IDENTITY)
+        place = noted.get("storage")
+        # A copy of a storage has the studies' identities, too. A storage that was moved has left its place.
+        is_moved = identity is not None and identity == noted.get("identity") and not Path(str(place)).exists()
+        if place not in (None, storage) and not is_moved:
+            raise CheckpointError(
+                f"{str(self._pool.checkpoint_dir)!r} has the checkpoints of another study {name!r}, in {place}, and this "
+                f"study is in {storage or 'memory'}; give one of the two another checkpoint_dir or name, or, if the other "
+                f"study is gone, remove {str(path)!r}"
+            )
+        if storage is None:  # a study in memory ends with its process, and loses no checkpoint to a later study
+            return
+        if identity is None:
+            identity = uuid.uuid4().hex
+            optuna_internals.set_study_attribute(self._study, _IDENTITY, identity)
+        own = {"identity": identity, "storage": storage}
+        if noted != own:
+            write_file(path, json.dumps(own).encode())
 
     def left(self) -> list[ResumableTrial]:
         """Find the ownerless running trials, sorted by number, without claiming any."""
@@ -209,6 +243,18 @@ class StudyResumer:
 
     def _saved_as(self, number: int) -> str:
         return f"{self._study.study_name}/{number}"
+
+
+def _noted(path: Path) -> dict[str, Any]:
+    try:
+        noted = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise file_error("read", path, error) from error
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} is damaged: {error}; remove it to continue without it") from error
+    return noted if isinstance(noted, dict) else {}
 
 
 def _claims(frozen: FrozenTrial) -> list[str]:

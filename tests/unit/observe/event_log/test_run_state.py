@@ -101,6 +101,22 @@ def test_a_trial_that_begins_again_is_one_trial(path):
     assert run_figures(read_log(path)).trials == {"completed": 1, "unknown": 1}
 
 
+def test_a_fused_trial_that_begins_again_under_its_key_is_one_trial_and_its_carriers_are_none(path):
+    log = made(path)
+    log.job("0:a", "submitted", priority=0)
+    for carrier, status in (("carrier 0:a", "failed"), ("carrier 1:a", "completed")):
+        log.job(carrier, "submitted", priority=0)
+        log.job("0:a", "running")
+        log.unit("cpu:0", carrier, "forward", 0, 1, 2, 3, is_failed=False)
+        log.job(carrier, "over", status=status, metrics={}, error=None, units_saved=0)
+        if status == "failed":
+            log.job("0:a", "begins again", error="DeviceLostError: lost")
+    log.job("0:a", "over", status="completed", metrics={}, error=None, units_saved=0)
+    log.close()
+    assert {name: view.state for name, view in read_run_state(path).trials.items()} == {"a": "completed"}
+    assert run_figures(read_log(path)).trials == {"completed": 1}
+
+
 def test_other_files_are_no_runs(path):
     for text in ("", "text\n", "[1]\n", '{"a": 1}\n', '{"hydra_tune_event_log":1}\n'):
         path.write_text(text)
