@@ -178,7 +178,7 @@ def traced(
     place: torch.device | None = None,
     is_scaled: bool = False,
 ) -> JointTrace | None:
-    """Trace a shard whose only output is the loss; return None if its random draws depend on values.
+    """Trace a shard whose only output is the loss; return None if it draws otherwise than dropout.
 
     Args:
         run: the stacked shard.
@@ -273,7 +273,7 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> T
 
 
 def _drawn(run: Any, fakes: Sequence[Tensor], mode: FakeTensorMode) -> Sequence[HoistedDraw] | None:
-    """Return the draws that a shard makes, in order; None if the draws depend on values."""
+    """Return the draws that a shard makes, in order; None if a draw is no dropout's."""
     with mode, torch.no_grad(), noting() as tape:
         run(*fakes)
     return tape.found if tape.is_hoistable else None
