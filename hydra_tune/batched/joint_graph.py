@@ -177,7 +177,7 @@ def traced(
     place: torch.device | None = None,
     is_scaled: bool = False,
 ) -> JointTrace | None:
-    """Trace a shard whose only output is the loss; return None if the shard draws other numbers than 0 and 1 (`_HOISTABLE`).
+    """Trace a shard whose only output is the loss; return None if the shard draws otherwise than dropout (`_HOISTABLE`).
 
     Args:
         run: the stacked shard.
@@ -272,7 +272,7 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> T
 
 
 def _drawn(run: Any, fakes: Sequence[Tensor], mode: FakeTensorMode) -> Sequence[HoistedDraw] | None:
-    """Return the draws that a shard makes, in order; None if not all of the draws can be made before a run."""
+    """Return the draws that a shard makes, in order; None if a draw is no dropout's."""
     with mode, torch.no_grad(), noting() as tape:
         run(*fakes)
     return tape.found if tape.is_hoistable else None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from hydra_tune.errors import TaskError
 from hydra_tune_transformers.errors import RefusedTrainerError
@@ -55,8 +55,9 @@ class AheadLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]  # a generator, as in accelerate
         # As accelerate, of the samplers, which are copied for each trial.
+        within = getattr(self.batch_sampler, "batch_sampler", None)
         parts: tuple[Any, ...] = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
-        for part in parts:
+        for part in (*parts, getattr(within, "sampler", None)):
             # Accelerate's sampler counts its passes itself, and its `set_epoch` changes nothing then.
             if hasattr(part, "set_epoch") and not isinstance(part, SeedableRandomSampler):
                 part.set_epoch(self.num_passes)
@@ -78,28 +79,45 @@ class AheadLoader(DataLoader[Any]):
 
 
 class SameOrder:
-    """Makes a loader anew for each pass, with its generator as at the beginning: `Trainer` evaluates so."""
+    """Makes a loader anew for each pass, with its generators as at the beginning: `Trainer` evaluates so."""
 
     def __init__(self, loader: AheadLoader) -> None:
         self._loader = loader
 
     def __call__(self) -> AheadLoader:
         """Return the loader of a pass."""
-        # A copy of each object down to the generator: the loader itself must stay as before the first pass.
-        loader = copy.copy(self._loader)
-        batch_sampler: Any = copy.copy(loader.batch_sampler)
-        if getattr(batch_sampler.sampler, "generator", None) is not None:
-            batch_sampler.sampler = _begun_again(copy.copy(batch_sampler.sampler))
-        if getattr(batch_sampler, "generator", None) is not None:
-            _begun_again(batch_sampler)
-        vars(loader)["batch_sampler"] = batch_sampler  # torch refuses the assignment
+        # A copy of each object down to the generators: the loader itself must stay as before the first pass.
+        parts = parts_of(self._loader)
+        copies = {id(part): _begun_again(part) for part in parts}
+        for part in parts:
+            if not isinstance(part, torch.Generator):
+                # In `vars`, because torch refuses the assignment.
+                vars(copies[id(part)]).update(
+                    {name: copies[id(value)] for name, value in vars(part).items() if id(value) in copies}
+                )
+        loader: AheadLoader = copies[id(self._loader)]
         return loader
 
 
-def _begun_again(sampler: Any) -> Any:
-    """Give a sampler a generator as at the beginning."""
-    sampler.generator = torch.Generator().manual_seed(sampler.generator.initial_seed())
-    return sampler
+def parts_of(loader: DataLoader[Any]) -> list[Any]:
+    """Return a loader, its samplers, and the generators of all of these."""
+    parts: list[Any] = [loader]
+    for part in parts:  # grows
+        if not isinstance(part, torch.Generator):
+            parts += [
+                value
+                for name, value in vars(part).items()
+                if isinstance(value, Sampler | torch.Generator) or name in ("sampler", "batch_sampler")
+                if hasattr(value, "__dict__") or isinstance(value, torch.Generator)
+                if all(value is not each for each in parts)
+            ]
+    return parts
+
+
+def _begun_again(part: Any) -> Any:
+    if isinstance(part, torch.Generator):
+        return torch.Generator(part.device).set_state(part.get_state())
+    return copy.copy(part)
 
 
 def _as_dict(batch: Any) -> dict[str, Any]:

@@ -63,13 +63,19 @@ class TrainerEvaluation:
         """Return the loss and, where wanted, predictions and labels, each with its sizes.
 
         Raises:
-            TaskError: the batch lacks the labels, a prediction or label is not a tensor, or a tuple of such is empty.
+            TaskError: the batch lacks the labels, an own prediction_step returns no loss, a prediction or label is not a
+                tensor, or a tuple of such is empty.
         """
         own = self.step.own_loss
         if own is not None and own.has_prediction_step:
             loss, logits, labels, metrics = own.predict(
                 module, batch, loss_alone=not self.with_predictions, ignored=self.ignored_outputs
             )
+            if not isinstance(loss, Tensor):
+                raise TaskError(
+                    f"prediction_step of {type(own.method.__self__).__name__} returned {type(loss).__name__} in place of the "
+                    "loss, and a trial reports the loss of its evaluation: return the loss, a tensor"
+                )
             predictions = self._preprocessed(logits, labels) if self.with_predictions else None
         else:
             loss, predictions, labels, metrics = self._stock(module, batch)

@@ -9,7 +9,7 @@ Python asks for (`if count > 0`) asks the tensor, as any step may ask about its 
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -67,6 +67,14 @@ class GatheredMetric:
         return bool(self.value)
 
 
+def _refuse_number(self: GatheredMetric, *_: object) -> NoReturn:
+    del self
+    raise TaskError(
+        "compute_loss makes a Python number of a metric, by float(), int(), round() or a function of math, and a captured step "
+        "has no numbers: collect the metric itself, metric.item(), or compute with functions of torch"
+    )
+
+
 def _operated(function: Callable[..., Any], *, is_reflected: bool = False) -> Callable[..., Any]:
     def method(self: GatheredMetric, *others: Any) -> Any:
         values = (*others, self) if is_reflected else (self, *others)
@@ -80,4 +88,6 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(GatheredMetric, f"__r{_name}__", _operated(getattr(operator, _name), is_reflected=True))
 for _name in ("neg", "abs", "lt", "le", "gt", "ge", "eq", "ne"):
     setattr(GatheredMetric, f"__{_name}__", _operated(getattr(operator, _name)))
+for _name in ("float", "int", "index", "round", "trunc", "floor", "ceil", "complex"):
+    setattr(GatheredMetric, f"__{_name}__", _refuse_number)
 GatheredMetric.__hash__ = None  # type: ignore[assignment]  # as of a class with `__eq__`

@@ -25,13 +25,13 @@ sentence-transformers. The override gets a copy of the attribute around the tria
 
 import ast
 import copy
-import dis
 import functools
 import hashlib
 import inspect
 import io
 import os
 import pickle
+import textwrap
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -237,14 +237,20 @@ def _is_of_library(function: Any) -> bool:
 
 def _evaluated(owner: Any) -> dict[str, Any]:
     """Return the known metrics that a call has collected for an evaluation: a tensor or a number each."""
-    metrics = {}
+    metrics: dict[str, Any] = {}
     for name, collected in owner._metrics[_EVALUATION].items():  # noqa: SLF001 - the name in trl
         values = [each.value if isinstance(each, GatheredMetric) else each for each in collected]
         if any(value is None for value in values):
             continue
         # In double precision, as Python's numbers, of which `log` makes the average.
         tensors = [value.detach().double() if isinstance(value, Tensor) else value for value in values]
-        metrics[name] = tensors[0] if len(tensors) == 1 else torch.stack([*map(torch.as_tensor, tensors)])
+        match tensors:
+            case []:  # `log` meets the empty list as well
+                metrics[name] = torch.empty(0, dtype=torch.float64)
+            case [single]:
+                metrics[name] = single
+            case _:
+                metrics[name] = torch.stack([*map(torch.as_tensor, tensors)])
     return metrics
 
 
@@ -402,15 +408,16 @@ def _names_of_library(kind: type) -> set[str]:
 def _set_by_loss(kind: type) -> frozenset[str]:
     """Names of the attributes that `compute_loss` of the user's own classes sets on `self`."""
     own = (vars(base).get("compute_loss") for base in kind.__mro__ if not base.__module__.startswith("transformers."))
-    codes = [inspect.unwrap(function).__code__ for function in own if function is not None]
-    return frozenset(
-        each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"
-    )
+    return frozenset().union(*(_names_set_by(inspect.unwrap(function)) for function in own if function is not None))
 
 
 @functools.cache
-def _names_set_by(base: Any) -> frozenset[str]:
-    nodes = ast.walk(ast.parse(inspect.getsource(base)))
+def _names_set_by(code: Any) -> frozenset[str]:
+    try:
+        source = textwrap.dedent(inspect.getsource(code))
+    except OSError:  # typed in at a prompt
+        return frozenset()
+    nodes = ast.walk(ast.parse(source))
     stores = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     return frozenset(node.attr for node in stores if ast.unparse(node.value) == "self")
 

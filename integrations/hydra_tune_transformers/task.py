@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hydra_tune import TrainTask
 from hydra_tune.train.own_copy import mark_seen, own_copy
 from hydra_tune_transformers.around import module_of, own_losses, replace_model
-from hydra_tune_transformers.data import AheadLoader, SameOrder
+from hydra_tune_transformers.data import AheadLoader, SameOrder, parts_of
 from hydra_tune_transformers.errors import RefusedTrainerError
 from hydra_tune_transformers.evaluation import EarlyStop, TrainerEvaluation, TrainerMetrics
 from hydra_tune_transformers.loss import ItemCount, TrainerStep
@@ -295,15 +295,19 @@ def _evaluation(
     # `Trainer` takes the name with or without the prefix.
     metric = "val_loss" if best is None else "val_" + best.removeprefix("eval_")
     loader = AheadLoader(trainer.get_eval_dataloader())
-    batch_sampler: Any = loader.batch_sampler
-    parts = (batch_sampler, batch_sampler.sampler)
+    parts = parts_of(loader)
     # An evaluation begins with the first pass, of a new loader.
-    has_generator = any(hasattr(part, "set_epoch") or getattr(part, "generator", None) is not None for part in parts)
+    has_order = any(isinstance(part, torch.Generator) or hasattr(part, "set_epoch") for part in parts)
+    if has_order:
+        generators = {id(part) for part in parts if isinstance(part, torch.Generator)}
+        if any(id(part) in generators for part in parts_of(AheadLoader(trainer.get_eval_dataloader()))):
+            reason = "a generator of its evaluation's order, which goes on from one evaluation to the next"
+            raise RefusedTrainerError([f"{reason}: make a new generator for each loader, with a seed"])
     config = getattr(trainer.model, "config", None)
     ignored = [] if config is None else getattr(config, "keys_to_ignore_at_inference", ["cache"])
     with_predictions = trainer.compute_metrics is not None and not args.prediction_loss_only
     return {
-        "validate": SameOrder(loader) if has_generator else loader,
+        "validate": SameOrder(loader) if has_order else loader,
         "evaluate": TrainerEvaluation(
             step=step,
             item_count=item_count,

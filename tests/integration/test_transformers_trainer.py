@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
+import accelerate
 import optuna
 import transformers
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
@@ -27,6 +28,7 @@ from hydra_tune import HydraExecutor, train_plain
 from hydra_tune.errors import MetricError, TaskError
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune_transformers import RefusedTrainerError, refusals, task_from_trainer, trainer_from_result
+from hydra_tune_transformers.data import AheadLoader
 from hydra_tune_transformers.evaluation import EarlyStop
 from hydra_tune_transformers.gathered import GatheredMetric
 from tests.docs.pages import DOCS, PageCode
@@ -215,6 +217,19 @@ class EpochSampler(torch.utils.data.SequentialSampler):
         return iter(order[self.epoch * 7 :] + order[: self.epoch * 7])
 
 
+class Batches(torch.utils.data.Sampler):
+    """Passes on the batches of a batch sampler."""
+
+    def __init__(self, batch_sampler):
+        self.batch_sampler, self.batch_size, self.drop_last = batch_sampler, batch_sampler.batch_size, False
+
+    def __iter__(self):
+        return iter(self.batch_sampler)
+
+    def __len__(self):
+        return len(self.batch_sampler)
+
+
 class OwnOrder(Trainer):
     """Draws in orders of its own."""
 
@@ -232,6 +247,25 @@ class OwnLoader(Trainer):
             self.train_dataset, batch_size=5, shuffle=True, generator=generator, collate_fn=self.data_collator
         )
         return self.accelerator.prepare(loader)
+
+
+class ShuffledEvaluation(Trainer):
+    """Evaluates in an order that the loader's own draw moves; `is_new`: as at the beginning each time."""
+
+    is_new = True
+    generator = torch.Generator().manual_seed(9)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        generator = torch.Generator().manual_seed(9) if self.is_new else self.generator
+        loader = torch.utils.data.DataLoader(
+            self.eval_dataset, batch_size=5, shuffle=True, generator=generator, collate_fn=self.data_collator
+        )
+        loader.batch_sampler.noise = torch.Generator().manual_seed(3)
+        return self.accelerator.prepare(loader)
+
+
+class ShuffledOnwards(ShuffledEvaluation):
+    is_new = False
 
 
 class PlainLoader(Trainer):
@@ -493,11 +527,89 @@ def test_a_log_beside_the_stock_loss_is_refused(tmp_path):
         task_from_trainer(making(tmp_path, trainer_class=Reporting))
 
 
+def test_an_evaluation_draws_with_all_its_generators_as_at_the_beginning(tmp_path):
+    options = {"accelerator_config": {"use_seedable_sampler": False}, "trainer_class": ShuffledEvaluation}
+    make = making(tmp_path, **options)
+    task = task_from_trainer(make)
+    for _ in range(2):
+        stock, own = list(make().get_eval_dataloader()), list(task.validate())
+        assert all(torch.equal(one["labels"], other["labels"]) for one, other in zip(stock, own, strict=True))
+    with pytest.raises(
+        RefusedTrainerError, match="which goes on from one evaluation to the next: make a new generator"
+    ):
+        task_from_trainer(making(tmp_path, **options | {"trainer_class": ShuffledOnwards}))
+
+
+def test_samplers_of_inner_batch_samplers_are_told_the_epoch():
+    def prepared():
+        batches = Batches(torch.utils.data.BatchSampler(EpochSampler(range(20)), 5, drop_last=False))
+        loader = torch.utils.data.DataLoader(range(20), batch_sampler=batches, collate_fn=lambda rows: {"rows": rows})
+        return accelerate.Accelerator().prepare(loader)
+
+    stock, own = prepared(), AheadLoader(prepared())
+    for _ in range(3):
+        assert list(stock) == list(own)
+
+
 def test_collected_metrics_compare_as_numbers():
     one, two = GatheredMetric(torch.tensor(1.0)), GatheredMetric(torch.tensor(2.0))
     assert (one == 1, one != 1, one == two, one != two) == (True, False, False, True)
     with pytest.raises(TaskError, match="asks for a count over the training"):
         bool(GatheredMetric(None) == 1)
+
+
+@pytest.mark.parametrize("number", [float, int, round, math.floor, math.isnan])
+def test_a_number_made_of_a_collected_metric_is_refused_with_the_remedy(number):
+    metric = GatheredMetric(torch.tensor(1.0)).item()
+    with pytest.raises(
+        TaskError, match=r"a Python number of a metric, .*: collect the metric itself, metric\.item\(\)"
+    ):
+        number(metric)
+
+
+def of_a_batch(task):
+    """Return what a task evaluates on its first batch."""
+    loader = task.validate() if callable(task.validate) else task.validate
+    return task.evaluate(task.model().eval(), next(iter(loader)))
+
+
+class Lossless(Trainer):
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        return None, *super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)[1:]
+
+
+def test_a_prediction_step_without_a_loss_is_refused_with_the_remedy(tmp_path):
+    task = task_from_trainer(making(tmp_path, trainer_class=Lossless))
+    with pytest.raises(
+        TaskError, match=r"prediction_step of Lossless returned NoneType in place of the loss, .*: return the loss"
+    ):
+        of_a_batch(task)
+
+
+class Rarely(Metered):
+    """Has a metric that few batches have, and a setting named like an attribute of the outputs."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.weight = 0.5
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        notes = SimpleNamespace()
+        notes.weight = self.weight
+        self._metrics["eval"]["rare"] += []
+        return (loss * self.weight, outputs) if return_outputs else loss * self.weight
+
+    def log(self, logs, start_time=None):
+        logs["eval_times"] = len(self._metrics["eval"].pop("rare"))
+        super().log(logs, start_time)
+
+
+def test_an_empty_list_of_metrics_stays_empty(tmp_path):
+    task = task_from_trainer(making(tmp_path, kind="causal language model", trainer_class=Rarely))
+    values = {name: torch.as_tensor(value).reshape(-1) for name, value in of_a_batch(task).items()}
+    assert values["metric:rare"].shape == (0,)
+    assert task.finish(values)["times"] == 0
 
 
 class PartLosses(Losses):

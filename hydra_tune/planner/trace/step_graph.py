@@ -143,7 +143,7 @@ def step_graph(
     if joint is None:
         draws = ", ".join(value_draws(run, operands, place))
         raise UnfusableError(
-            f"it draws random numbers that depend on values ({draws}), which no graph can draw ahead; it runs unplanned"
+            f"it draws random numbers other than those of dropout ({draws}), which no graph draws ahead; it runs unplanned"
         )
     return _StepGraphBuilder(joint, names, operands, tracer, groups, is_clipped=is_clipped).built()
 

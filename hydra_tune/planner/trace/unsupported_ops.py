@@ -1,8 +1,8 @@
-"""Reasons why a step cannot be planned: draws that depend on values, failing operators, tensors on several devices.
+"""Reasons why a step cannot be planned: draws other than dropout's, failing operators, tensors on several devices.
 
 The error messages name the operator or the tensors, so the user knows what to change in the model. `step_graph`
 (`step_graph.py`) checks the devices before tracing a step where its tensors lie, as for a CPU. The function asks for the
-operators to name when tracing fails, or meets draws that depend on values. Nothing here draws or computes: everything runs
+operators to name when tracing fails, or meets draws that no graph draws ahead. Nothing here draws or computes: everything runs
 on tensors without bytes. The callers of `step_graph` hold the capture gate alone, since a trace changes the whole process.
 """
 
@@ -19,7 +19,7 @@ from hydra_tune.shard.execute.compute import ShardOperands
 
 
 def value_draws(run: Any, operands: ShardOperands, place: torch.device | None = None) -> list[str]:
-    """Return the operators whose random numbers depend on values."""
+    """Return the operators whose random numbers no graph draws ahead, because the numbers may depend on values."""
     mode, calls = FakeTensorMode(), OperatorCallRecorder()
     with mode:
         fakes = [

@@ -114,6 +114,8 @@ class WholeModelRunner:
         self._is_plain = task.precision == "float32" and gradients.is_plain
         # Number of entries in the optimizer's state after the last step.
         self._state_entries = 0
+        # Batches of the present step that have left gradients.
+        self._num_batches = 0
         # Whether no batch has been trained on yet.
         self._is_first = True
         self._drops_between_layers = drops_between_layers(module)
@@ -159,12 +161,14 @@ class WholeModelRunner:
         else:
             with self._following.differentiating(root, self._trained_parameters()):
                 root.backward()  # type: ignore[no-untyped-call]
+        self._num_batches += 1
         return value
 
     def step(self, number: int) -> None:
         """Take the optimizer's step of a number, from 1, once all batches of the step have run."""
         self._follow_on()
         tracked_step, self._before = self._following, None
+        self._num_batches = 0
         self._unnote("train")
         with nullcontext() if tracked_step is None else tracked_step.updating(self._trained_parameters()):
             self._update()
@@ -212,6 +216,7 @@ class WholeModelRunner:
     def undo(self, mode: str) -> bool:
         """Restore the state before the batches of a step that does not fit; return False if the state is unknown."""
         backup, self._before = self._before, None
+        self._num_batches = 0
         if backup is None or (self._has_unnoted and self._changes_python.get(mode, False)):
             return False
         if self._python is not None:
@@ -221,7 +226,10 @@ class WholeModelRunner:
             return True
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.grad = None
+                if id(parameter) in backup.zeroed and parameter.grad is not None:
+                    parameter.grad.zero_()
+                else:
+                    parameter.grad = None
         return True
 
     def _note(self, mode: str, *, is_always_followed: bool) -> None:
@@ -244,8 +252,9 @@ class WholeModelRunner:
 
     @property
     def _has_begun(self) -> bool:
-        """Whether a batch of the step has left gradients."""
-        return any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+        """Whether a batch of the step has left gradients, which the `zero_grad` of an optimizer may leave as zeros."""
+        gradients = (p.grad for group in self._optimizer.param_groups for p in group["params"])
+        return self._num_batches > 0 or any(g is not None and (g.is_sparse or bool(g.any())) for g in gradients)
 
     @property
     def _has_gradients(self) -> bool:
@@ -260,7 +269,7 @@ class WholeModelRunner:
         # With accumulation, a later batch of the step may be of a new kind and need an undo that covers the earlier
         # batches.
         if mode == "train" and self._task.accumulate > 1 and self._before is None and not self._has_begun:
-            self._before = _StepBackup(self._module, self._streams, self._device)
+            self._before = _StepBackup(self._module, self._optimizer, self._streams, self._device)
         quick = _quick_key(mode, batch)
         if quick in self._seen:
             self._note(mode, is_always_followed=False)
@@ -273,7 +282,7 @@ class WholeModelRunner:
             if self._following is None:
                 self._following = self._follow()
                 if self._before is None and (mode == "evaluate" or not self._has_begun):
-                    self._before = _StepBackup(self._module, self._streams, self._device)
+                    self._before = _StepBackup(self._module, self._optimizer, self._streams, self._device)
             self._following.add(batch)
         # Bounded, because data with ever-new shapes would grow the set for ever.
         elif quick is not None and len(self._seen) < _MOST_SEEN:
@@ -361,9 +370,16 @@ class WholeModelRunner:
 
 
 class _StepBackup:
-    """Buffers and streams, which the batches of a step may change, saved on the host: the device may have no room."""
+    """Buffers and streams, which the batches of a step may change, saved on the host: the device may have no room.
 
-    def __init__(self, module: nn.Module, streams: RandomStreams, device: Device) -> None:
+    Attributes:
+        zeroed: identities of the parameters whose gradients are zeros, and not None.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, streams: RandomStreams, device: Device
+    ) -> None:
+        self.zeroed = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         self._device = device
         self._buffers = [
             (submodule, name, buffer)

@@ -41,6 +41,10 @@ def bernoulli(h):
     return h * torch.bernoulli(torch.sigmoid(h))
 
 
+def noisy(h):
+    return h + torch.rand_like(h)
+
+
 def why_no_figures(between):
     task = TrainTask(
         model=partial(Between, between),
@@ -58,8 +62,9 @@ def why_no_figures(between):
     ("between", "operator"),
     [
         (scaled_by_sum, r"runs whole \(.*aten._local_scalar_dense.default\)"),
-        (multinomial, r"depend on values \(aten.multinomial.default\)"),
-        (bernoulli, r"depend on values \(aten.bernoulli.default\)"),
+        (multinomial, r"other than those of dropout \(aten.multinomial.default\)"),
+        (bernoulli, r"other than those of dropout \(aten.bernoulli.default\)"),
+        (noisy, r"other than those of dropout \(aten.rand_like.generator\)"),
     ],
 )
 def test_a_model_with_an_operator_that_cannot_be_planned_is_told_which(between, operator):
