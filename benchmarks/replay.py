@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, Reported, TrainTask
 from hydra_tune.schedule import make_policy
-from hydra_tune.schedule.journal import decide_again
+from hydra_tune.schedule.machine import Scheduler
 from hydra_tune.simulate import simulate
 from hydra_tune.simulate.profile import parse_profile, recorded_profile
 from hydra_tune.simulate.recorded.recording import Recording
@@ -103,8 +103,8 @@ def record(case: tuple, policy: str, num_steps: int) -> Recording:
 
 def look(case: tuple, policy: str, num_steps: int, table: Table) -> bool:
     recording = record(case, policy, num_steps)
-    again = decide_again(recording.decisions, make_policy(policy), max_concurrent=recording.max_concurrent)
-    is_pure = again == list(recording.decisions)
+    scheduler = Scheduler(policy=make_policy(policy), max_concurrent=recording.max_concurrent)
+    is_pure = all(tuple(scheduler.handle(*made.events)) == made.commands for made in recording.decisions)
     played = replay(recording)
     ratio = played.simulated_seconds / played.recorded_seconds
     scenario = parse_profile(recorded_profile(recording), source="the recording")

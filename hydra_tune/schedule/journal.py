@@ -1,20 +1,18 @@
-"""`SchedulerDecision`: a call of the scheduler with its time, as plain data for a file, and its replay.
+"""`SchedulerDecision`: a call of the scheduler with its time, as plain data for a file.
 
 `PoolRecorder` (`pool/runtime/recorder.py`) keeps a `SchedulerDecision` of each call while a pool records, and
 `simulate/recorded/recording.py` writes and reads the decisions as a file's data. `simulate/recorded/replay.py` compares
-the decisions with a new schedule, and notes the new schedule's decisions. `benchmarks/replay.py` checks by `decide_again`
-that equal events give equal commands.
+the decisions with a new schedule, and notes the new schedule's decisions. `benchmarks/replay.py` checks that equal events
+give equal commands.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hydra_tune.schedule import commands, events
 from hydra_tune.schedule.commands import Command
 from hydra_tune.schedule.events import Event
-from hydra_tune.schedule.machine import Scheduler
-from hydra_tune.schedule.policies.policy import Policy
 from hydra_tune.schedule.units import Unit
 
 # Taken from the unions, so that a new event or command is written and read without an entry here.
@@ -53,24 +51,6 @@ class SchedulerDecision:
             tuple(_made(_EVENTS, entry) for entry in event_entries),
             tuple(_made(_COMMANDS, entry) for entry in command_entries),
         )
-
-
-def decide_again(
-    decisions: Iterable[SchedulerDecision], policy: Policy, *, max_concurrent: int, admission: str = "eager"
-) -> list[SchedulerDecision]:
-    """Replay the events of a scheduler on a new scheduler.
-
-    Returns:
-        The new decisions: exactly the same if the policy is the same.
-
-    Raises:
-        ScheduleError: a recorded event is impossible under another policy.
-    """
-    scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
-    return [
-        SchedulerDecision(decision.at_ns, decision.events, tuple(scheduler.handle(*decision.events)))
-        for decision in decisions
-    ]
 
 
 def _plain(entry: Event | Command) -> dict[str, Any]:

@@ -8,6 +8,7 @@ must read no clock, and changes no recording: a recording may be played again.
 """
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -86,23 +87,12 @@ class ReplayComparison:
     def num_agreeing(self) -> int:
         """Number of equal commands before the first difference."""
         pairs = zip(self.recorded_orders, self.simulated_orders, strict=False)
-        return next(
-            (
-                number
-                for number, (recorded_order, simulated_order) in enumerate(pairs)
-                if recorded_order != simulated_order
-            ),
-            self._num_common,
-        )
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     @property
     def is_same_order(self) -> bool:
         """Whether all commands are the same, in the same order."""
         return self.recorded_orders == self.simulated_orders
-
-    @property
-    def _num_common(self) -> int:
-        return min(len(self.recorded_orders), len(self.simulated_orders))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `json.dump`."""

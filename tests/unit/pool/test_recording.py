@@ -24,7 +24,8 @@ from hydra_tune.schedule import (
     UnitFinished,
     make_policy,
 )
-from hydra_tune.schedule.journal import SchedulerDecision, decide_again
+from hydra_tune.schedule.journal import SchedulerDecision
+from hydra_tune.schedule.machine import Scheduler
 from hydra_tune.simulate import simulate
 from hydra_tune.simulate.profile import parse_profile, recorded_profile
 from hydra_tune.simulate.recorded.recording import read_recording
@@ -97,6 +98,12 @@ def record(
     return pool
 
 
+def decide_again(recording, policy):
+    """Commands of a new scheduler at the recorded events."""
+    scheduler = Scheduler(policy=make_policy(policy), max_concurrent=recording.max_concurrent)
+    return [tuple(scheduler.handle(*decision.events)) for decision in recording.decisions]
+
+
 def on_ledger(recording, copies):
     """Bytes of copies as the ledger counts them, and so the simulator: a block's are rounded up."""
     return sum(recording.blocks[copy.block].nbytes for copy in copies)
@@ -107,8 +114,7 @@ def on_ledger(recording, copies):
 def test_the_same_events_give_the_same_commands(policy):
     recording = record(policy).recording()
     assert recording.num_runs > 60
-    again = decide_again(recording.decisions, make_policy(policy), max_concurrent=recording.max_concurrent)
-    assert again == list(recording.decisions)
+    assert decide_again(recording, policy) == [decision.commands for decision in recording.decisions]
 
 
 def test_the_scheduler_is_told_that_trials_of_one_plan_are_alike():
@@ -267,7 +273,7 @@ def test_another_policy_may_be_tried():
     assert 0 < played.num_agreeing < len(played.recorded_orders)
     assert played.to_json()["agreeing"] == played.num_agreeing
     with pytest.raises(ScheduleError):
-        decide_again(recording.decisions, make_policy("lpt"), max_concurrent=recording.max_concurrent)
+        decide_again(recording, "lpt")
 
 
 def test_bytes_are_those_that_the_pool_counted(between_turns, monkeypatch):
