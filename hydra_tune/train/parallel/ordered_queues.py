@@ -15,7 +15,7 @@ before. So units may run on any device at any time, and give the same bits.
 Note: order within a queue. Where all shards of a queue fit its device, the oldest batch goes first, so a batch goes
 backward as early as possible. Where the shards do not fit, a queue stays with its present shard, so a shard is loaded once
 for all forward units and once for all backward units (Harmony's input batch grouping). Such a queue also waits for missing
-batches, where all batches are under way at once: an unstarted batch may never come.
+batches, so all batches of such a step are under way at once: an unstarted batch would never come.
 
 Note: updates. Where the step ends with these batches, and no rule needs all gradients first, a shard is updated right after
 its last backward unit. No unit reads the updated parameters any more: all batches have had their backward there, and a
@@ -72,7 +72,6 @@ class QueuedParallelStep(ParallelStep):
         super().__init__(lanes, earlier, width, replicas)
         self._queues = {name: _ParallelUnitQueue(near) for name, near in queues}
         self._goes_on_with_shard = goes_on_with_shard
-        self._waits_for_batches = goes_on_with_shard and width >= len(lanes)
         # The batch whose backward units are followed by updates.
         self._updating = len(lanes) - 1 if updates else None
         self._programs: list[Iterator[PendingUnit]] = [
@@ -171,7 +170,7 @@ class QueuedParallelStep(ParallelStep):
     def _waits(self, rank: int, name: Hashable) -> bool:
         """Whether a queue stays idle instead of switching shards, because its present shard still misses batches."""
         unit, at_hand = self._next[rank], self._queues[name].at_hand
-        if not self._waits_for_batches or at_hand is None or unit.kind == "update":
+        if not self._goes_on_with_shard or at_hand is None or unit.kind == "update":
             return False
         return (unit.kind, unit.shard) != at_hand and self._run_here[name, *at_hand] < self._size(name)
 

@@ -93,9 +93,3 @@ def test_a_home_that_cannot_hold_its_shards_takes_all_batches_through_one_before
 def test_with_room_for_all_shards_the_oldest_batch_goes_first():
     found = stays("aab", 4, 4, goes_on_with_shard=False)
     assert len(found["a"]) > len(set(found["a"]))
-
-
-@pytest.mark.parametrize("homes", ["aab", "abab", "aabbab", "cbaabc"])
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_no_home_waits_for_batches_that_cannot_start_yet(homes, width):
-    stays(homes, 4, width, goes_on_with_shard=True)
