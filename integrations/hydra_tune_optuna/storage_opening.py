@@ -6,7 +6,6 @@ and `check_file` first where the reader wants an error for a missing file. The m
 `hydra-tune list` answers at once.
 """
 
-import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -15,12 +14,11 @@ from urllib.parse import quote
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
+from hydra_tune.cli.inspect.run_scan import STORAGE_FILE
 from hydra_tune.errors import ConfigError
 
 _JOURNAL = "journal:"
 _SQLITE = "sqlite:///"
-_SQLITE_FILE = re.compile(r"sqlite(?:\+\w+)?:///")  # also with a driver's name
-_FILE = re.compile(rf"{_JOURNAL}(?://)?|{_SQLITE_FILE.pattern}")
 
 
 def has_tables(url: str) -> bool:
@@ -37,7 +35,7 @@ def has_tables(url: str) -> bool:
         return inspect(create_engine(url)).has_table("alembic_version")
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {str(path.parent.absolute())!r}; make the folder")
-    return path.is_file() and (_SQLITE_FILE.match(url) is None or _has_tables(path))
+    return path.is_file() and (url.startswith(_JOURNAL) or _has_tables(path))
 
 
 def check_file(url: str) -> None:
@@ -53,16 +51,15 @@ def check_file(url: str) -> None:
     if path is not None:
         if not path.is_file():
             raise ConfigError(f"the storage {url!r} cannot be opened: there is no file {str(path)!r}")
-        if _SQLITE_FILE.match(url) and not _has_tables(path):
+        if not (url.startswith(_JOURNAL) or _has_tables(path)):
             raise ConfigError(f"the storage {url!r} has no study: Optuna's tables are not there, or not yet")
 
 
 def _file(url: str) -> Path | None:
     """Path of a storage's file; None for a server."""
-    prefix = _FILE.match(url)
-    if prefix is not None:
-        # Without the options of a database's URL.
-        return Path(url[prefix.end() :].partition("?")[0])
+    parts = STORAGE_FILE.fullmatch(url)
+    if parts is not None:
+        return Path(parts[2])
     if "://" not in url:
         raise ConfigError(f"{url!r} is no URL of a storage; did you mean '{_SQLITE}{url}'?")
     return None

@@ -35,9 +35,8 @@ _LOGS = ("*.jsonl", "runs/*.jsonl")
 _SWEEP_FILES = ("*.yaml", "*.yml")
 _YAML = (".yaml", ".yml")
 _DATABASES = (".db", ".sqlite", ".sqlite3")
-_FILE = re.compile(
-    r"(sqlite(?:\+\w+)?:///|journal:(?://)?)([^?]*)(.*)"
-)  # how a URL of a file begins, the path, options
+# URL of a storage in a file: the beginning, also with a driver's name, the path, and options.
+STORAGE_FILE = re.compile(r"(sqlite(?:\+\w+)?:///|journal:(?://)?)([^?]*)(.*)")
 _TUNER = "optuna"
 _NAMELESS = "no-name-"  # Optuna's own names of studies begin so
 _CLOCK_SECONDS = 1.0  # a trial starts in the storage before the log begins; clocks are read at different places
@@ -218,7 +217,7 @@ def kept_study(run: SweepRunRecord) -> tuple[str, str]:
 
 def absolute_storage(url: str, folder: Path) -> str:
     """Make the path in the URL of a storage file absolute; other URLs stay as they are."""
-    parts = _FILE.fullmatch(url)
+    parts = STORAGE_FILE.fullmatch(url)
     if parts is None:
         return url
     prefix, path, options = parts.groups()
@@ -281,7 +280,7 @@ def _is_database(path: Path) -> bool:
 def _studies(urls: Iterable[str], notes: list[str], *, is_given: bool) -> dict[tuple[str, str], _RunParts]:
     parts: dict[tuple[str, str], _RunParts] = {}
     for url in urls:
-        parts_of_url = _FILE.fullmatch(url)
+        parts_of_url = STORAGE_FILE.fullmatch(url)
         # The storage of a sweep that has not run yet.
         if not is_given and parts_of_url is not None and not Path(parts_of_url[2]).is_file():
             continue
