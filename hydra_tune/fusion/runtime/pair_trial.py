@@ -180,7 +180,7 @@ class PairTrial(Trial):
         """As of `Trial`; hands unfinished members back, or closes them."""
         self.state = None
         # Merged steps are bound to the states of both groups, so they go before either state.
-        self._let_go_of_steps()
+        drop_stale(self._known, ())
         for side in self._live:
             side.group.hands_back = self.hands_back
             side.group.close(keep=False)
@@ -199,7 +199,7 @@ class PairTrial(Trial):
 
     def _end(self, side: PairSide) -> None:
         """Close a group that has ended; the other continues alone."""
-        self._let_go_of_steps()
+        drop_stale(self._known, ())
         watcher = None if side.group.state is None else side.group.state.watcher
         side.group.close(keep=False)
         if side.other.is_over:
@@ -220,11 +220,6 @@ class PairTrial(Trial):
         _LOGGER.info(
             "a group of %d trials goes on by itself: the other of its pair has ended", len(remaining_group.seats)
         )
-
-    def _let_go_of_steps(self) -> None:
-        for ways in self._known.values():
-            ways.close()
-        self._known.clear()
 
     def _show(self) -> None:
         shown = next((side.group for side in self._live), None)

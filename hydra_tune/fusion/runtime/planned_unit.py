@@ -180,9 +180,7 @@ class PlannedStepCache:
 
     def clear(self) -> None:
         """Drop all steps, because the group's state is replaced or gone."""
-        for steps in self._known.values():
-            steps.close()
-        self._known.clear()
+        drop_stale(self._known, ())
 
     def _made(
         self,
