@@ -9,7 +9,7 @@ after the mark.
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from hydra_tune.errors import LoopEnded, TaskError
@@ -24,26 +24,24 @@ class LoopThread:
     Args:
         run: the function; its last mark is its end.
         inside: returns the context around the function's code between two marks, made anew for each.
+
+    Attributes:
+        thread: the thread, once begun.
     """
 
     def __init__(
         self, name: str, run: Callable[[], None], inside: Callable[[], AbstractContextManager[object]]
     ) -> None:
         self._name, self._run, self._inside = name, run, inside
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         # Locks that one side takes and the other releases; a semaphore of Python's takes ten times as long.
         self._goes_on, self._has_marked = threading.Lock(), threading.Lock()
         self._goes_on.acquire()
         self._has_marked.acquire()
-        self._context: AbstractContextManager[object] | None = None
+        self._contexts = ExitStack()
         self._mark: object = None
         self._error: BaseException | None = None
         self._is_over, self._is_ending = False, False
-
-    @property
-    def thread(self) -> threading.Thread | None:
-        """The thread, once begun."""
-        return self._thread
 
     def check_caller(self) -> None:
         """Refuse a call of another thread.
@@ -51,7 +49,7 @@ class LoopThread:
         Raises:
             TaskError: as said.
         """
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self.thread:
             raise TaskError("a loop belongs to the thread of its function, and another thread has called it")
 
     def resume(self) -> Any:
@@ -60,9 +58,9 @@ class LoopThread:
         Raises:
             BaseException: the function's error.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self.thread.start()
         self._goes_on.release()
         self._has_marked.acquire()
         error, self._error = self._error, None
@@ -76,30 +74,30 @@ class LoopThread:
         Raises:
             LoopEnded: the trial is over.
         """
-        self._leave()
+        self._contexts.close()
         if not self._is_ending:
             self._hand_over(mark)
             self._goes_on.acquire()
-        self._enter()
+        self._contexts.enter_context(self._inside())
         if self._is_ending:
             raise LoopEnded("the trial of this loop is over")
 
     def end(self) -> None:
         """Have the function end at its mark, and wait for the thread's end, at most ten seconds."""
-        if self._thread is None:
+        if self.thread is None:
             return
         if not self._is_over:
             self._is_ending = True
             self._goes_on.release()
-        self._thread.join(_END_SECONDS)
-        if self._thread.is_alive():
+        self.thread.join(_END_SECONDS)
+        if self.thread.is_alive():
             _LOGGER.warning("%s goes on although its trial is over, and is left behind; let LoopEnded pass", self._name)
 
     def _work(self) -> None:
         self._goes_on.acquire()
         try:
             if not self._is_ending:
-                self._enter()
+                self._contexts.enter_context(self._inside())
                 self._run()
         except LoopEnded as error:
             # Raised by nobody but `mark`, unless the user's code does.
@@ -111,7 +109,7 @@ class LoopThread:
                 self._error = error
         finally:
             try:
-                self._leave()
+                self._contexts.close()
             except BaseException as error:  # noqa: BLE001 - the waiting side has to go on in any case
                 self._error = self._error or error
             self._is_over = True
@@ -120,13 +118,3 @@ class LoopThread:
     def _hand_over(self, mark: object) -> None:
         self._mark = mark
         self._has_marked.release()
-
-    def _enter(self) -> None:
-        context = self._inside()
-        context.__enter__()
-        self._context = context
-
-    def _leave(self) -> None:
-        context, self._context = self._context, None
-        if context is not None:
-            context.__exit__(None, None, None)
