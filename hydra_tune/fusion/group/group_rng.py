@@ -20,7 +20,7 @@ from typing_extensions import override
 from hydra_tune.batched.batched_random import GroupGenerator, TurnTakingGenerator
 from hydra_tune.devices.device import Device, RandomGenerator
 from hydra_tune.devices.own_generator import drawing_from
-from hydra_tune.train.rng.rng_streams import RandomStreams
+from hydra_tune.train.rng.rng_streams import RandomStreams, drawing_on_host
 
 
 class GroupStreams(RandomStreams):
@@ -68,7 +68,7 @@ class GroupStreams(RandomStreams):
         # CPU operators accept the members' generators. A GPU's operators draw from its default generator
         # (`batched_random.py`).
         if device is None or device.shares_generator:
-            return self._drawing(keep=keep)
+            return drawing_on_host(self._group, keep=keep)
         return self._drawing_in_turns(device, keep=keep)
 
     @override
@@ -85,18 +85,6 @@ class GroupStreams(RandomStreams):
         group = self._group if self._turns is None else self._turns
         with self._members[index].of_python(), group.turn(index):
             yield
-
-    @contextmanager
-    def _drawing(self, *, keep: bool) -> Iterator[None]:
-        group = self._group
-        # A recompute must draw the same numbers as the forward, and leave the streams where the forward left them.
-        states_before = None if keep else group.get_state()
-        with drawing_from(group):
-            try:
-                yield
-            finally:
-                if states_before is not None:
-                    group.set_state(states_before)
 
     @contextmanager
     def _drawing_in_turns(self, device: Device, *, keep: bool) -> Iterator[None]:

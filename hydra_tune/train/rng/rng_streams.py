@@ -168,7 +168,7 @@ class RandomStreams:
             keep: whether the stream moves on; a recompute draws the same numbers again and leaves the stream.
         """
         if device is None or device.shares_generator:
-            return self._drawing_on_host(keep=keep)
+            return drawing_on_host(self._torch, keep=keep)
         return self._drawing_on_gpu(device, keep=keep)
 
     @contextmanager
@@ -188,16 +188,6 @@ class RandomStreams:
         return _RandomStreamContext(self._host_streams[1:])
 
     @contextmanager
-    def _drawing_on_host(self, *, keep: bool) -> Iterator[None]:
-        position_before = None if keep else self._torch.get_state()
-        with drawing_from(self._torch):
-            try:
-                yield
-            finally:
-                if position_before is not None:
-                    self._torch.set_state(position_before)
-
-    @contextmanager
     def _drawing_on_gpu(self, device: Device, *, keep: bool) -> Iterator[None]:
         state = self.gpu_state(device)
         with device.generator.in_turn():
@@ -211,6 +201,23 @@ class RandomStreams:
                 self._drawn_from = outer_generator
                 if keep:
                     self._gpu_state = device.generator.get_state()
+
+
+@contextmanager
+def drawing_on_host(generator: torch.Generator, *, keep: bool) -> Iterator[None]:
+    """Have operators on the host draw from a generator inside the context.
+
+    Args:
+        generator: of a trial, or of the members of a group.
+        keep: as of `RandomStreams.drawing`.
+    """
+    position_before = None if keep else generator.get_state()
+    with drawing_from(generator):
+        try:
+            yield
+        finally:
+            if position_before is not None:
+                generator.set_state(position_before)
 
 
 class _RandomStreamContext:
