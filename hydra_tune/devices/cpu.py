@@ -112,9 +112,7 @@ class CpuDevice:
         """As of `Device`."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def host_empty(self, nbytes: int) -> Tensor:
-        """As of `Device`."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+    host_empty = empty
 
     def on_host(self, function: Callable[[], T]) -> T:
         """As of `Device`."""
@@ -128,17 +126,13 @@ class CpuDevice:
         """As of `Device`."""
         self._send(pairs, is_waited_for=True)
 
-    def spill(self, pairs: Pairs) -> None:
-        """As of `Device`."""
-        self._send(pairs, is_waited_for=True)
+    spill = load
 
     def start_load(self, pairs: Pairs) -> BackgroundCopy:
         """As of `Device`."""
         return self._ahead.start(pairs, lambda handed_pairs: self._send(handed_pairs, is_waited_for=False))
 
-    def start_spill(self, pairs: Pairs) -> BackgroundCopy:
-        """As of `Device`."""
-        return self._ahead.start(pairs, lambda handed_pairs: self._send(handed_pairs, is_waited_for=False))
+    start_spill = start_load
 
     def reach(self, source: Device) -> DeviceCopyRoute:
         """Return `LINK` for a CPU device, whose memory is no nearer than the host's, and `NONE` for other devices."""

@@ -150,9 +150,7 @@ class WeightlessDevice:
         """As of `Device`."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def host_empty(self, nbytes: int) -> Tensor:
-        """As of `Device`."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+    host_empty = empty
 
     def on_host(self, function: Callable[[], T]) -> T:
         """Run a function at once."""
@@ -173,17 +171,13 @@ class WeightlessDevice:
         """Advance the clock by the copy's time; nothing is copied."""
         self._make(pairs)
 
-    def spill(self, pairs: Pairs) -> None:
-        """Advance the clock by the copy's time; nothing is copied."""
-        self._make(pairs)
+    spill = load
 
     def start_load(self, pairs: Pairs) -> BackgroundCopy:
         """Queue a background copy of nothing."""
         return self._start(pairs)
 
-    def start_spill(self, pairs: Pairs) -> BackgroundCopy:
-        """Queue a background copy of nothing."""
-        return self._start(pairs)
+    start_spill = start_load
 
     def reach(self, source: Device) -> DeviceCopyRoute:
         """Return the copy route between the two real devices."""
