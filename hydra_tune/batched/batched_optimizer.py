@@ -73,6 +73,7 @@ class StackedOptimizer(Optimizer, ABC):
 
     Attributes:
         active: whether each member takes the next steps.
+        members: as given.
     """
 
     active: list[bool]
@@ -80,7 +81,7 @@ class StackedOptimizer(Optimizer, ABC):
     def __init__(self, members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> None:
         super().__init__([{"params": list(group)} for group in groups], {})
         self.active = [True] * len(members)
-        self._members = list(members)
+        self.members = list(members)
 
     @abstractmethod
     def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
@@ -93,7 +94,7 @@ class StackedOptimizer(Optimizer, ABC):
 
     def replace(self, index: int, optimizer: Optimizer) -> None:
         """Give a slot to another member with the given optimizer."""
-        self._members[index] = optimizer
+        self.members[index] = optimizer
 
     @abstractmethod
     def put(self, p: Tensor, index: int, own: Mapping[str, Any]) -> dict[int, Tensor]:
@@ -134,7 +135,7 @@ class BatchedOptimizer(StackedOptimizer):
         self._update = update_of(first)
         self._runs: dict[Hashable, list[_ContiguousParameters]] = {}
         self._counts = isinstance(first, COUNTED)
-        self._rates = [MemberRates([m.param_groups[number] for m in members]) for number in range(len(groups))]
+        self.rates = [MemberRates([m.param_groups[number] for m in members]) for number in range(len(groups))]
         self._switches = [
             {name: bool(group[name]) for name in _SWITCHES if name in group} for group in first.param_groups
         ]
@@ -143,12 +144,12 @@ class BatchedOptimizer(StackedOptimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
         """Step the parameters with gradients, for the active members; may overwrite the gradients."""
         assert closure is None, "a stacked step has its gradients"
-        for member in self._members:
+        for member in self.members:
             member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - avoids a scheduler's warning
         if not any(self.active):
             return
         # Schedulers write to the members' own optimizers between steps.
-        for rates in self._rates:
+        for rates in self.rates:
             rates.read()
         present = [
             (p, number) for number, group in enumerate(self.param_groups) for p in group["params"] if p.grad is not None
@@ -167,19 +168,9 @@ class BatchedOptimizer(StackedOptimizer):
             assert state is not None, "state lies as the parameters do"
             self._step(run, state)
 
-    @property
-    def members(self) -> Sequence[Optimizer]:
-        """The members' own optimizers."""
-        return self._members
-
-    @property
-    def rates(self) -> Sequence[MemberRates]:
-        """The members' options, for each parameter group."""
-        return self._rates
-
     def note_step(self, parameters: Iterable[Tensor]) -> None:
         """Record that a planned step has stepped the given parameters, with complete state, for the active members."""
-        for member in self._members:
+        for member in self.members:
             member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - as in `step`
         stepped_ids = {id(p) for p in parameters}
         for number, group in enumerate(self.param_groups):
@@ -187,7 +178,7 @@ class BatchedOptimizer(StackedOptimizer):
                 if "momentum_buffer" in state and not self._counts:
                     # The same rule as `StackedParameterUpdate.begun`, so planned and plain steps can alternate.
                     begun_before = state.get("begun", [False] * len(self.active))
-                    members = zip(begun_before, self._rates[number]("momentum"), self.active, strict=True)
+                    members = zip(begun_before, self.rates[number]("momentum"), self.active, strict=True)
                     state["begun"] = [begun or (bool(m) and active) for begun, m, active in members]
                 state["steps"] = [step + active for step, active in zip(state["steps"], self.active, strict=True)]
 
@@ -212,12 +203,12 @@ class BatchedOptimizer(StackedOptimizer):
 
     @override
     def admits(self, optimizer: Optimizer) -> bool:
-        return all(r.admits(group) for r, group in zip(self._rates, optimizer.param_groups, strict=True))
+        return all(r.admits(group) for r, group in zip(self.rates, optimizer.param_groups, strict=True))
 
     @override
     def replace(self, index: int, optimizer: Optimizer) -> None:
         super().replace(index, optimizer)
-        for rates, group in zip(self._rates, optimizer.param_groups, strict=True):
+        for rates, group in zip(self.rates, optimizer.param_groups, strict=True):
             rates.replace(index, group)
 
     @override
@@ -260,7 +251,7 @@ class BatchedOptimizer(StackedOptimizer):
 
     def _option(self, p: Tensor, name: str, index: int) -> float:
         number = next(n for n, group in enumerate(self.param_groups) if any(q is p for q in group["params"]))
-        return float(self._members[index].param_groups[number].get(name, 0.0))
+        return float(self.members[index].param_groups[number].get(name, 0.0))
 
     def _runs_of(self, present: Sequence[tuple[Tensor, int]]) -> list[_ContiguousParameters]:
         kinds: dict[Hashable, list[tuple[Tensor, int]]] = {}
@@ -321,7 +312,7 @@ class BatchedOptimizer(StackedOptimizer):
             run.layout.gathered([p.grad for p in run.parameters if p.grad is not None]),
             [self.state[p] for p in run.parameters],
             state,
-            [self._rates[number] for number in run.groups],
+            [self.rates[number] for number in run.groups],
             self._switches[run.groups[0]],
             self.active,
         )

@@ -38,7 +38,7 @@ class PerMemberOptimizer(StackedOptimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
         """Step the parameters that have gradients, for the members that are active."""
         assert closure is None, "a stacked step has its gradients"
-        for index, (member, parts, active) in enumerate(zip(self._members, self._own, self.active, strict=True)):
+        for index, (member, parts, active) in enumerate(zip(self.members, self._own, self.active, strict=True)):
             if not active:
                 # The member's scheduler would warn about a missing optimizer step.
                 member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001

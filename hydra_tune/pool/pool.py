@@ -103,6 +103,8 @@ class Pool:
 
     Attributes:
         at_close: functions called at shutdown, after all jobs have ended.
+        changed: the pool's lock, held during every decision; notified of changes that threads wait for, such as the end of
+            a job.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class Pool:
             log=log,
             faults=self._faults,
         )
-        self._changed, self._records = core.changed, core.records
+        self.changed, self._records = core.changed, core.records
         self._pagers = {device.name: self._pager(device) for device in devices}
         if host is not None:
             host.disk.log = log
@@ -227,11 +229,6 @@ class Pool:
         self._core.hint = FusionAdvisor()
 
     @property
-    def changed(self) -> threading.Condition:
-        """The pool's lock, held during every decision; notified of changes that threads wait for, such as the end of a job."""
-        return self._changed
-
-    @property
     def is_closed(self) -> bool:
         """Whether the pool refuses new jobs: it is shut down, or has broken."""
         return self._core.is_closed
@@ -263,7 +260,7 @@ class Pool:
 
     def take_host(self, job: Job, nbytes: int) -> bool:
         """Grant a job further host memory if enough is free; always refuse where a disk extends the host memory."""
-        with self._changed:
+        with self.changed:
             record = self._records.get(job.key)
             taken_bytes = granted_bytes(self._records.values())
             if record is None or self._host is not None or taken_bytes + nbytes > self._host_bytes:
@@ -273,12 +270,12 @@ class Pool:
 
     def give_host(self, job: Job, nbytes: int) -> None:
         """Take back host memory granted by `take_host`."""
-        with self._changed:
+        with self.changed:
             record = self._records.get(job.key)
             if record is not None:
                 record.host_bytes -= nbytes
                 # The preparer may be waiting for host memory for the next job.
-                self._changed.notify_all()
+                self.changed.notify_all()
 
     @contextlib.contextmanager
     def turn_of(self, job: Job) -> Iterator[bool]:
@@ -313,7 +310,7 @@ class Pool:
             opened: opens the device; called only if the pool has no usable device of the name.
         """
         core = self._core
-        with self._changed:
+        with self.changed:
             self._check_change("add_device")
             worker = self._worker_threads.get(name)
             # Two threads of a device's worker would use the device's pager at the same time. A lost device's may hang for ever.
@@ -343,7 +340,7 @@ class Pool:
         """Remove a device: no further unit runs on the device; see `HydraExecutor.remove_device`."""
         core = self._core
         with hold_interrupts():
-            with self._changed:
+            with self.changed:
                 self._check_change("remove_device")
                 names = self.device_names
                 if name not in names:
@@ -430,7 +427,7 @@ class Pool:
         does `GroupJobLauncher` for its carriers.
         """
         core, origin = self._core, origin or StartCheckpointSource()
-        with self._changed:
+        with self.changed:
             if core.is_closed:
                 message = "the executor is shut down" if core.error is None else f"the pool has broken: {core.error}"
                 raise HydraTuneError(f"{message}; make a new HydraExecutor") from core.error
@@ -464,7 +461,7 @@ class Pool:
     @hold_interrupts()
     def proceed(self, job: Job) -> None:
         """Resume a job waiting at a report."""
-        with self._changed:
+        with self.changed:
             record = self._records.get(job.key)
             if record is not None:
                 record.told_of.is_answered = True
@@ -479,7 +476,7 @@ class Pool:
     @hold_interrupts()
     def stop(self, job: Job, status: str) -> None:
         """End a job; a job that is already over keeps its outcome."""
-        with self._changed:
+        with self.changed:
             record = self._records.get(job.key)
             if record is None or record.outcome is not None:
                 if record is not None and record.outcome == "failed":
@@ -490,13 +487,13 @@ class Pool:
             # thread, which `notify_all` below wakes.
             record.tenant.stop()
             self._core.decide(JobStopped(job=job.key))
-            self._changed.notify_all()
+            self.changed.notify_all()
         self._core.release_all()
 
     @hold_interrupts()
     def pause(self, job: Job, *, paused: bool) -> None:
         """Pause or unpause a job; no effect on a job that is over."""
-        with self._changed:
+        with self.changed:
             self.hold(job, paused=paused)
         self._core.release_all()
 
@@ -511,7 +508,7 @@ class Pool:
     @hold_interrupts()
     def prioritize(self, job: Job, priority: int) -> None:
         """Change a job's priority; no effect on a job that is over."""
-        with self._changed:
+        with self.changed:
             record = self._records.get(job.key)
             if record is not None:
                 record.priority = priority  # a retry takes the priority over
@@ -596,7 +593,7 @@ class Pool:
             record.turn.release()
 
     def _record_of(self, job: Job) -> JobState | None:
-        with hold_interrupts(), self._changed:
+        with hold_interrupts(), self.changed:
             return self._records.get(job.key)
 
     def _is_alive(self, job: Job) -> bool:
@@ -606,20 +603,20 @@ class Pool:
     @hold_interrupts()
     def progress(self, job: Job) -> JobProgress:
         """Progress of a job."""
-        with self._changed:
+        with self.changed:
             record = self._records.get(job.key)
             return progress_without_trial(job) if record is None else record.progress()
 
     @hold_interrupts()
     def jobs(self) -> list[Job]:
         """Jobs that are not over, in the order of submission."""
-        with self._changed:
+        with self.changed:
             return [record.job for record in self._records.values()]
 
     @hold_interrupts()
     def stats(self) -> PoolStats:
         """Statistics since the pool began."""
-        with self._changed:
+        with self.changed:
             return PoolStats(
                 devices={name: worker.stats() for name, worker in self._workers.items()},
                 units_run=sum(worker.units for worker in self._workers.values()),
@@ -640,7 +637,7 @@ class Pool:
         """
         if self._recorder is None:
             raise HydraTuneError("this pool records nothing; make it with HydraExecutor(record=True)")
-        with self._changed:
+        with self.changed:
             return self._recorder.recording()
 
     def profile(
@@ -677,7 +674,7 @@ class Pool:
         """Cancel all live jobs, wait for the running units, end all threads; further calls have no effect."""
         core = self._core
         self.refuse_own_code("shutdown")
-        with hold_interrupts(), self._changed:
+        with hold_interrupts(), self.changed:
             # Closed first: a job submitted later would be missing from the list, and nobody would end the job.
             core.is_closed = True
             jobs = [record.job for record in self._records.values()]
@@ -701,7 +698,7 @@ class Pool:
         for thread in (*self._all_threads, *core.failing):
             if not self.loaders.is_left_behind(thread):
                 thread.join()
-        with hold_interrupts(), self._changed:
+        with hold_interrupts(), self.changed:
             # Another call may have closed the pool during the joins.
             if not self._ended:
                 self._close()

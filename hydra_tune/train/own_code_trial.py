@@ -82,7 +82,7 @@ class OwnCodeTrial(Trial):
         """Make the trial's state, and run the program in bursts from here on."""
         state = self._lay_out(module, optimizer, plan, runs_own_code=True)
         times = UnitTimes({STEP: step_guess(plan.shards[0].cost.state_bytes)}), UnitTimes({STEP: 0.0})
-        self._train_times, self._evaluation_times = times
+        self.unit_times, self._evaluation_times = times
         self._bursts = BurstRunner(self._program, runner, state, self._streams)
         self._bursts.is_asked_to_end = self._is_asked_to_end
         self._bursts.passes_report = self._passes_report
@@ -160,7 +160,7 @@ class OwnCodeTrial(Trial):
         A model without a finer cut keeps running the user's own code, with activations on the host in every step.
         """
         direct.step(self.progress.steps + 1)
-        self._took(self._train_times, begun)
+        self._took(self.unit_times, begun)
         if direct.has_followed:
             direct.has_followed = False
             yield BurstMark.FOLLOWED

@@ -298,7 +298,7 @@ class SingleTrial(OwnCodeTrial):
             # Otherwise the optimizer draws nothing: a model whose optimizer draws is not cut.
             if len(kept.plan.shards) == 1 or self._device.shares_generator:
                 self.state.around_step = self._streams.updating
-        self._train_times, self._step_left = kept.times, kept.times.total
+        self.unit_times, self._step_left = kept.times, kept.times.total
         return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, strategy)
 
     def _arrange(self, kept: CachedPlan, state: ModelState) -> StepStrategy | None:
@@ -399,7 +399,7 @@ class SingleTrial(OwnCodeTrial):
         self._comparisons = self._comparisons or StepComparisons()
         self._comparisons.run(
             cached_plan.prepared,
-            self.progress.steps * self._train_times.total,
+            self.progress.steps * self.unit_times.total,
             partial(self._plans.check_again, cached_plan, self.module, self.state, batch),
         )
 

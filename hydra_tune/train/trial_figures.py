@@ -19,7 +19,11 @@ from hydra_tune.train.timing.unit_times import TrialProgressCounts, UnitTimes
 
 
 class TrialFigures:
-    """The figures of a trial."""
+    """The figures of a trial.
+
+    Attributes:
+        unit_times: seconds of the units of one optimizer step, as known now.
+    """
 
     def __init__(self, task: TrainTask) -> None:
         self.task = task
@@ -36,7 +40,7 @@ class TrialFigures:
             validation=0 if task.validate is None else num_batches(task.validate, task.batch_size),
         )
         self._lock = threading.Lock()
-        self._train_times, self._evaluation_times = UnitTimes({}), UnitTimes({})
+        self.unit_times, self._evaluation_times = UnitTimes({}), UnitTimes({})
         self._step_left = 0.0
         # Set only while the trial runs its own code.
         self._bursts: BurstRunner | None = None
@@ -64,29 +68,24 @@ class TrialFigures:
         return None if self.task.split_batches == "auto" else self.task.split_batches
 
     @property
-    def unit_times(self) -> UnitTimes:
-        """Seconds of the units of one optimizer step, as known now."""
-        return self._train_times
-
-    @property
     def step_seconds(self) -> float:
         """Seconds of one optimizer step, as known now; at least the turn with a device where the trial runs its own code."""
         bursts = self._bursts
-        return self._train_times.total if bursts is None else max(bursts.turn_seconds, self._train_times.total)
+        return self.unit_times.total if bursts is None else max(bursts.turn_seconds, self.unit_times.total)
 
     @property
     def alike(self) -> str | None:
         """Name under which the trial shares measured step times with other trials; None if the trial measures alone."""
-        return self._train_times.name
+        return self.unit_times.name
 
     @property
     def remaining_seconds(self) -> float:
         """Seconds of compute to come, as known now."""
-        steps = self.progress.steps_left * self._train_times.total
+        steps = self.progress.steps_left * self.unit_times.total
         evaluation = self.progress.evaluated_batches_left * self._evaluation_times.total
         if self._bursts is not None:
             return steps + evaluation
-        return self._step_left + max(0.0, steps - self._train_times.total) + evaluation
+        return self._step_left + max(0.0, steps - self.unit_times.total) + evaluation
 
     @property
     def units_planned(self) -> int | None:
@@ -96,7 +95,7 @@ class TrialFigures:
             return None
         # Before the first evaluation its units are taken to be as many as the shards.
         per_batch = len(self._evaluation_times) or self.num_shards
-        return steps * len(self._train_times) + evaluated * per_batch
+        return steps * len(self.unit_times) + evaluated * per_batch
 
     @property
     def host_bytes(self) -> int:

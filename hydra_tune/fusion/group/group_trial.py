@@ -109,7 +109,7 @@ class GroupTrial(Trial):
         is_exact = not library.budget.checks_sample
         self._comparison = MemberComparison(self._places, self._kinds, library, is_exact=is_exact)
         self._attendance = MemberCoordinator(
-            self._places, desk, self._resize, lambda seat: self._comparison.check(seat, self._train_times.total)
+            self._places, desk, self._resize, lambda seat: self._comparison.check(seat, self.unit_times.total)
         )
         self._computing = GroupExecutor(self._places, device)
         self.captures = GroupCaptureCache(CudaRecorder())
@@ -130,7 +130,7 @@ class GroupTrial(Trial):
         steps = max((seat.member.progress.steps_left for seat in self._places.live), default=0)
         evaluated = max((seat.member.progress.evaluated_batches_left for seat in self._places.live), default=0)
         # The step under way counts in `_step_left`, so subtract it here.
-        later_seconds = max(0.0, steps * self._train_times.total - self._train_times.total)
+        later_seconds = max(0.0, steps * self.unit_times.total - self.unit_times.total)
         return self._step_left + later_seconds + evaluated * self._evaluation_times.total
 
     def admits(self, member: MemberTrial) -> bool:
@@ -484,7 +484,7 @@ class GroupTrial(Trial):
         for seat in bucket:
             seat.member.runs_at(times, first_request.mode)
         if is_training:
-            self._train_times = times
+            self.unit_times = times
         else:
             self._evaluation_times = times
         return part, batches, resting, like

@@ -299,7 +299,7 @@ class MemberTrial(SingleTrial):
     def runs_at(self, times: UnitTimes, mode: str) -> None:
         """Set the expected times of the group's units, for `remaining_seconds`."""
         if mode == "train":
-            self._train_times = times
+            self.unit_times = times
         else:
             self._evaluation_times = times
 

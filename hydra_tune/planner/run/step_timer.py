@@ -15,11 +15,15 @@ from hydra_tune.planner.run.copy_engine import CopyEngine
 
 
 class HostStopwatch:
-    """CPU time of the calling thread, with the time that the thread waits for copies."""
+    """CPU time of the calling thread, with the time that the thread waits for copies.
+
+    Attributes:
+        seconds: seconds in all.
+    """
 
     def __init__(self, copies: CopyEngine) -> None:
         self._copies = copies
-        self._seconds = 0.0
+        self.seconds = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -29,12 +33,7 @@ class HostStopwatch:
         began = time.thread_time() + self._copies.waited_seconds
         yield
         # Not in a `finally`: a graph that fails must not count.
-        self._seconds += time.thread_time() + self._copies.waited_seconds - began
-
-    @property
-    def seconds(self) -> float:
-        """Seconds in all."""
-        return self._seconds
+        self.seconds += time.thread_time() + self._copies.waited_seconds - began
 
 
 def stopwatch_for(device: torch.device, copies: CopyEngine) -> HostStopwatch | CudaStopwatch:

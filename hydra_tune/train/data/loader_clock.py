@@ -43,6 +43,7 @@ class DrawClock:
     Attributes:
         handle, thread: of the present or last draw.
         is_abandoned: whether the draw under way has been abandoned, so that its thread holds nothing any more.
+        is_in_process: whether captures wait for the draw.
     """
 
     def __init__(self) -> None:
@@ -52,13 +53,13 @@ class DrawClock:
         self._lock = threading.Lock()
         # By the clock of `time.monotonic`; None while no draw is under way.
         self._began: float | None = None
-        self._is_in_process = False
+        self.is_in_process = False
         self._is_interrupted = False
         self._released = threading.Event()
 
     def drawing(self, handle: object, *, in_process: bool) -> Self:
         """Return the clock, to be entered around a draw; `in_process` tells whether the draw holds the capture gate."""
-        self.handle, self._is_in_process = handle, in_process
+        self.handle, self.is_in_process = handle, in_process
         return self
 
     def __enter__(self) -> None:
@@ -86,11 +87,6 @@ class DrawClock:
         """Seconds since the beginning of the present draw; 0 without a draw."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
-
-    @property
-    def is_in_process(self) -> bool:
-        """Whether captures wait for the draw."""
-        return self._is_in_process
 
     def where(self) -> str:
         """Return the source location of the draw, as "FILE:LINE in FUNCTION"."""
@@ -123,7 +119,7 @@ class DrawClock:
                 return False
             self._is_interrupted = self.is_abandoned = True
             _interrupt(self.thread, LoaderInterrupt)
-            if self._is_in_process:
+            if self.is_in_process:
                 GATE.forget(self.thread)
             return True
 

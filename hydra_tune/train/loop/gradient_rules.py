@@ -34,31 +34,28 @@ class GradientProcessor:
     Attributes:
         divisor: divisor of the losses of the present step's batches.
         clips_by_groups: whether the norm is taken in the order of the optimizer's groups, in place of the module's.
+        scale: the present loss scale, on the host; None if the loss is not scaled.
+        skips_update: whether a gradient of the step was not finite under loss scaling, so that the whole step is skipped.
     """
 
     def __init__(self, task: TrainTask) -> None:
         self.divisor = task.loss_divisor
         self._max_norm = task.max_grad_norm
         self.clips_by_groups = task.clip_order == "groups"
-        self._scale = torch.full((), _FIRST_SCALE) if task.precision == "float16" else None
+        self.scale = torch.full((), _FIRST_SCALE) if task.precision == "float16" else None
         self._growth = torch.zeros((), dtype=torch.int32)
         self._norms: dict[str, tuple[float, torch.dtype]] = {}
-        self._found_inf = False
-
-    @property
-    def scale(self) -> Tensor | None:
-        """The present loss scale, on the host; None if the loss is not scaled."""
-        return self._scale
+        self.skips_update = False
 
     @property
     def has_two_phases(self) -> bool:
         """Whether no parameter may be updated before all gradients exist."""
-        return self._max_norm is not None or self._scale is not None
+        return self._max_norm is not None or self.scale is not None
 
     @property
     def is_plain(self) -> bool:
         """Whether no loss scaling applies, so that torch's own clipping is the only work between backward and update."""
-        return self._scale is None
+        return self.scale is None
 
     def clip_plainly(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Clip all gradients of an optimizer's parameters at once, in the task's order, if the task clips gradients."""
@@ -71,14 +68,9 @@ class GradientProcessor:
         first, second = (others, own) if self.clips_by_groups else (own, others)
         return [*filter(set(second).__contains__, first)]
 
-    @property
-    def skips_update(self) -> bool:
-        """Whether a gradient of the step was not finite under loss scaling, so that the whole step is skipped."""
-        return self._found_inf
-
     def objective(self, share: float) -> Objective:
         """Return the function from the loss of a share of a batch to the root of its backward."""
-        return objective(self.divisor, self._scale, share)
+        return objective(self.divisor, self.scale, share)
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """Unscale complete gradients in place, and note their norms, once all batches of the step are summed.
@@ -86,8 +78,8 @@ class GradientProcessor:
         Raises:
             TaskError: a gradient is in float16, which unscaling would lose.
         """
-        if self._scale is not None:
-            self._unscale(gradients, self._scale)
+        if self.scale is not None:
+            self._unscale(gradients, self.scale)
         if self._max_norm is not None:
             self._take_norms(gradients)
 
@@ -109,26 +101,26 @@ class GradientProcessor:
 
     def next_step(self) -> None:
         """End the step: adapt the loss scale and forget the step's gradients."""
-        self.adapt_scale(overflowed=self._found_inf)
+        self.adapt_scale(overflowed=self.skips_update)
         self._norms.clear()
-        self._found_inf = False
+        self.skips_update = False
 
     def adapt_scale(self, *, overflowed: bool) -> None:
         """Adapt the loss scale, if any, after a step; `overflowed` tells whether a gradient was not finite."""
-        if self._scale is not None:
+        if self.scale is not None:
             found_inf = torch.full((), float(overflowed))
             torch._amp_update_scale_(
-                self._scale, self._growth, found_inf, _GROWTH_FACTOR, _BACKOFF_FACTOR, _GROWTH_INTERVAL
+                self.scale, self._growth, found_inf, _GROWTH_FACTOR, _BACKOFF_FACTOR, _GROWTH_INTERVAL
             )
 
     def state(self) -> dict[str, Any]:
         """Return the loss scale between two steps, for `restore`."""
-        return {"scale": self._scale, "growth": self._growth}
+        return {"scale": self.scale, "growth": self._growth}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue with a saved loss scale, if the task scales the loss."""
-        if self._scale is not None and state["scale"] is not None:
-            self._scale.copy_(state["scale"])
+        if self.scale is not None and state["scale"] is not None:
+            self.scale.copy_(state["scale"])
             self._growth.copy_(state["growth"])
 
     def _take_norms(self, gradients: Mapping[str, Tensor]) -> None:
@@ -148,7 +140,7 @@ class GradientProcessor:
         for same_dtype in by_dtype.values():
             found_inf = torch.zeros((), device=same_dtype[0].device)
             torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inverse.to(found_inf.device))
-            self._found_inf = self._found_inf or bool(found_inf.item())
+            self.skips_update = self.skips_update or bool(found_inf.item())
 
 
 def inverse_of(scale: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ class LoopTrial(OwnCodeTrial):
     def end_unit(self, reports: list[LoopReport], *, may_resume: bool) -> None:
         """As of `LoopHost`."""
         self.progress.steps += 1
-        self._took(self._train_times, self._began)
+        self._took(self.unit_times, self._began)
         every = None if self._keeper is None else self._keeper.every_steps
         if not may_resume and every is not None and self.progress.steps % every == 0:
             self._owes_save = True
