@@ -20,6 +20,22 @@ def absolute_path(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111
 
 
+def option_path(path: object, what: str, kind: str = "a folder") -> Path:
+    """Return the absolute path that an option gives.
+
+    Args:
+        path: value of the option.
+        what: name of the option, for the message.
+        kind: the kind of place, for the message.
+
+    Raises:
+        ConfigError: no path.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ConfigError(f"{what} must be the path of {kind}, not {path!r}")
+    return absolute_path(path)
+
+
 def check_reachable(path: Path, what: str) -> None:
     """Refuse a path that this user may not follow, or that no file can have; the file or folder may be missing.
 

@@ -546,11 +546,24 @@ def finished(task: "TrainTask", collected: Mapping[str, Sequence[Tensor]]) -> di
     metrics = task.finish(joined)
     if not isinstance(metrics, Mapping):
         raise not_metrics(metrics, "finish")
+    return numbers_of(metrics, "finish= must return {name: number}")
+
+
+def numbers_of(metrics: Mapping[str, Any], rule: str) -> dict[str, float]:
+    """Convert reported values, which may be tensors of one element, to numbers.
+
+    Args:
+        metrics: values by name.
+        rule: the beginning of the error about a value that is no number.
+
+    Raises:
+        MetricError: a value is no number.
+    """
     numbers = {}
     for name, value in metrics.items():
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else number_of(value)
         if number is None:
-            raise MetricError(f"finish= must return {{name: number}}, and {name!r} is {type(value).__name__}")
+            raise MetricError(f"{rule}, and {name!r} is {type(value).__name__}")
         numbers[str(name)] = float(number)
     return numbers
 

@@ -23,18 +23,22 @@ from hydra_tune.cli.commands.plan import plan
 from hydra_tune.cli.commands.plot import plot
 from hydra_tune.cli.commands.show import show
 from hydra_tune.cli.commands.simulate import simulate_command
-from hydra_tune.cli.commands.sweep import sweep
+from hydra_tune.cli.commands.sweep import USAGE, sweep
 from hydra_tune.cli.commands.trace import trace
+from hydra_tune.errors import ConfigError
 
 _INTERRUPTED = 130
 
 
 class _CommandGroup(click.Group):
-    """The commands; Ctrl-C that no command has handled, as during late imports, has the commands' exit code for Ctrl-C."""
+    """The commands: an error of usage is one line on standard error, and errors of usage and Ctrl-C have exit codes."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except ConfigError as error:
+            click.echo(str(error), err=True)
+            ctx.exit(USAGE)
         except KeyboardInterrupt:
             ctx.exit(_INTERRUPTED)
 

@@ -28,7 +28,7 @@ from hydra_tune import TrainTask
 from hydra_tune.checkpoint.best import BestWeights, Values, kept_trials, weights_file
 from hydra_tune.checkpoint.tensors import load_metadata
 from hydra_tune.errors import ConfigError, FileError, WeightsError
-from hydra_tune.paths import absolute_path, check_reachable
+from hydra_tune.paths import absolute_path, check_reachable, option_path
 from hydra_tune.train.checkpoint.weights import load_module as load_task_module
 from hydra_tune_optuna import optuna_internals
 
@@ -64,10 +64,8 @@ def check_keeping(
         _check_dir(weights_dir)
 
 
-def _check_dir(path: object) -> None:
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise ConfigError(f"weights_dir must be the path of a folder, not {path!r}")
-    ancestor = absolute_path(path)
+def _check_dir(path: Any) -> None:
+    ancestor = option_path(path, "weights_dir")
     check_reachable(ancestor, "weights_dir")
     # The folder may be made later: its nearest existing parent must be a writable folder.
     while not ancestor.exists():

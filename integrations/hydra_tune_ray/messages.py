@@ -138,7 +138,7 @@ class PoolLoadReport:
         started: keys of the trials with state, movable only at a report.
         leaving: trials about to move but still here, by key: name of the target pool, and seconds as in `trials`.
         epochs: epochs that each trial, leaving or not, still has to run, by key, with the fraction of the present
-            epoch; only where known.
+            epoch; only where known, as for each trial with seconds.
     """
 
     node: DeviceNode

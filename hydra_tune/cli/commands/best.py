@@ -10,7 +10,6 @@ from pathlib import Path
 
 import click
 
-from hydra_tune.cli.commands.sweep import USAGE
 from hydra_tune.cli.inspect.run_output import trial_data
 from hydra_tune.cli.inspect.run_scan import find_run
 from hydra_tune.cli.inspect.sweep_run_record import SweepRunRecord
@@ -58,15 +57,11 @@ def best(
     """
     if out is None and (force or weights_dir is not None):
         raise click.UsageError("--force and --weights-dir are for weights; give --out FILE as well")
-    try:
-        if out is not None:
-            # The write checks --out again; here a mistake is found before the storage is opened and torch is imported.
-            _check_out(out, force=force)
-        record = find_run(run, storage)
-        chosen = chosen_trial(record, trial)
-    except ConfigError as error:
-        click.echo(str(error), err=True)
-        sys.exit(USAGE)
+    if out is not None:
+        # The write checks --out again; here a mistake is found before the storage is opened and torch is imported.
+        _check_out(out, force=force)
+    record = find_run(run, storage)
+    chosen = chosen_trial(record, trial)
     if out is None:
         _print_best(record, chosen, as_json=as_json)
         return

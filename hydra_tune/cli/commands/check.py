@@ -9,10 +9,8 @@ from pathlib import Path
 
 import click
 
-from hydra_tune.cli.commands.sweep import USAGE
 from hydra_tune.cli.sweep_file.overrides import set_option, with_settings
 from hydra_tune.cli.sweep_file.reader import read_sweep_file
-from hydra_tune.errors import ConfigError
 
 _EXIT_CODES = """\b
 Exit codes:
@@ -32,11 +30,7 @@ def check(*, file: Path, settings: tuple[str, ...], as_json: bool) -> None:
     Checks the keys, imports the task, builds the task of one configuration, looks at the study and the checkpoints, and
     opens the devices with the options of FILE. Creates no storage, no log and no folder.
     """
-    try:
-        spec = with_settings(read_sweep_file(file), settings)
-    except ConfigError as error:
-        click.echo(str(error), err=True)
-        sys.exit(USAGE)
+    spec = with_settings(read_sweep_file(file), settings)
     # torch takes seconds to import; help, version and a wrong file do not wait for it.
     from hydra_tune.cli.dry_run.checking import run_check  # noqa: PLC0415
 

@@ -5,7 +5,6 @@ only once the arguments are read.
 """
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hydra_tune.cli.commands.sweep import USAGE, check_size
-from hydra_tune.errors import ConfigError
+from hydra_tune.cli.commands.sweep import check_size
 from hydra_tune.quantities import format_bytes
 
 _EXIT_CODES = """\b
@@ -46,11 +44,7 @@ def devices(*, devices: str, device_memory: str | None, no_measure: bool, as_jso
     """
     from hydra_tune.devices.hardware.survey import survey  # noqa: PLC0415 - torch takes seconds to import
 
-    try:
-        report = survey(devices, device_memory, measures=not no_measure)
-    except ConfigError as error:
-        click.echo(str(error), err=True)
-        sys.exit(USAGE)
+    report = survey(devices, device_memory, measures=not no_measure)
     if as_json:
         click.echo(json.dumps(report.to_json(), allow_nan=False))
     else:

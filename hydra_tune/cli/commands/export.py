@@ -12,7 +12,6 @@ import click
 
 from hydra_tune.cli.commands.sweep import USAGE
 from hydra_tune.cli.inspect.run_scan import find_run
-from hydra_tune.errors import ConfigError
 
 _FAILED = 1
 _EXIT_CODES = """\b
@@ -46,10 +45,7 @@ def export(*, run: str | None, out: Path, storage: str | None, force: bool) -> N
             _fail(f"the folder {out} has files; give another --out, or --force to write there", USAGE)
     except OSError as error:
         _fail(f"cannot read {out}: {error.strerror}; give another --out", _FAILED)
-    try:
-        record = find_run(run, storage)
-    except ConfigError as error:
-        _fail(str(error), USAGE)
+    record = find_run(run, storage)
     # torch takes seconds to import; help, version and a wrong name do not wait for it.
     from hydra_tune.cli.run.export import export_run  # noqa: PLC0415
 

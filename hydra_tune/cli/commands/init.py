@@ -8,9 +8,7 @@ from pathlib import Path
 
 import click
 
-from hydra_tune.cli.commands.sweep import USAGE
 from hydra_tune.cli.starter import write_starter
-from hydra_tune.errors import ConfigError
 
 _FAILED = 1
 _EXIT_CODES = """\b
@@ -31,9 +29,6 @@ def init(*, folder: Path) -> None:
     """
     try:
         paths = write_starter(folder)
-    except ConfigError as error:
-        click.echo(str(error), err=True)
-        sys.exit(USAGE)
     except OSError as error:
         click.echo(f"cannot write {error.filename}: {error.strerror}; give another folder", err=True)
         sys.exit(_FAILED)

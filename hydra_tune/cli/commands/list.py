@@ -5,7 +5,6 @@ torch.
 """
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from hydra_tune.cli.commands.sweep import USAGE
 from hydra_tune.cli.inspect.run_output import print_list, print_status, to_json
 from hydra_tune.cli.inspect.run_scan import runs_at
-from hydra_tune.errors import ConfigError
 
 _EXIT_CODES = """\b
 Exit codes:
@@ -57,11 +54,7 @@ def status(*, place: str, storage: str | None, as_json: bool) -> None:
 
 
 def _show(place: str, storage: str | None, *, as_json: bool, with_trials: bool) -> None:
-    try:
-        runs, notes = runs_at(place, storage)
-    except ConfigError as error:
-        click.echo(str(error), err=True)
-        sys.exit(USAGE)
+    runs, notes = runs_at(place, storage)
     for note in notes:
         click.echo(note, err=True)
     if as_json:

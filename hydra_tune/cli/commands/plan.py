@@ -9,12 +9,11 @@ from pathlib import Path
 
 import click
 
-from hydra_tune.cli.commands.sweep import USAGE, check_size
+from hydra_tune.cli.commands.sweep import check_size
 from hydra_tune.cli.sweep_file.domains import grid_size
 from hydra_tune.cli.sweep_file.overrides import set_option, with_settings
 from hydra_tune.cli.sweep_file.reader import read_sweep_file
 from hydra_tune.cli.sweep_file.spec import SweepSpec
-from hydra_tune.errors import ConfigError
 
 _EXIT_CODES = """\b
 Exit codes:
@@ -85,11 +84,7 @@ def plan(
     Trains nothing. Takes all configurations of a small grid, or draws some from all over the space. For each
     configuration: shards, units, memory, the smallest sufficient budget, and the bytes that a step moves, by kind.
     """
-    try:
-        spec = with_settings(read_sweep_file(file), settings)
-    except ConfigError as error:
-        click.echo(str(error), err=True)
-        sys.exit(USAGE)
+    spec = with_settings(read_sweep_file(file), settings)
     # torch takes seconds to import; help, version and a wrong file do not wait for it.
     from hydra_tune.cli.dry_run.planning import run_plan  # noqa: PLC0415
 

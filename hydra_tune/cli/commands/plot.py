@@ -9,9 +9,7 @@ from pathlib import Path
 
 import click
 
-from hydra_tune.cli.commands.sweep import USAGE
 from hydra_tune.cli.inspect.run_scan import find_run, kept_study, study_reader
-from hydra_tune.errors import ConfigError
 
 _FAILED = 1
 _EXIT_CODES = """\b
@@ -43,9 +41,6 @@ def plot(*, run: str | None, out: Path, storage: str | None) -> None:
         raise click.UsageError(f"--out {out} must end in .png or .html")
     try:
         missing = study_reader().plot(*kept_study(find_run(run, storage)), out)
-    except ConfigError as error:
-        click.echo(str(error), err=True)
-        sys.exit(USAGE)
     except OSError as error:
         click.echo(f"cannot write {out}: {error.strerror}; give another --out", err=True)
         sys.exit(_FAILED)

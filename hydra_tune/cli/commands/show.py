@@ -10,11 +10,9 @@ import sys
 import click
 from rich.console import Console
 
-from hydra_tune.cli.commands.sweep import USAGE
 from hydra_tune.cli.inspect.run_output import to_json
 from hydra_tune.cli.inspect.run_scan import find_run
 from hydra_tune.cli.inspect.trial_output import print_trials, write_csv
-from hydra_tune.errors import ConfigError
 
 _EXIT_CODES = """\b
 Exit codes:
@@ -41,11 +39,7 @@ def show(*, run: str | None, storage: str | None, top: int | None, as_csv: bool,
     """
     if as_csv and as_json:
         raise click.UsageError("--csv and --json contradict each other; give one of the two")
-    try:
-        record = find_run(run, storage)
-    except ConfigError as error:
-        click.echo(str(error), err=True)
-        sys.exit(USAGE)
+    record = find_run(run, storage)
     if as_csv:
         write_csv(sys.stdout, record, top)
     elif as_json:

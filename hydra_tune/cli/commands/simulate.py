@@ -239,9 +239,6 @@ def simulate_command(
             import_matplotlib()
         result = simulate(scenario, policy, timeline=output.timeline)
         _show(result, output, None if optimum is None else _best_schedule(scenario, optimum))
-    except ConfigError as error:
-        click.echo(str(error), err=True)
-        sys.exit(USAGE)
     except OSError as error:
         click.echo(f"cannot write {error.filename}: {error.strerror}", err=True)
         sys.exit(FAILED)

@@ -180,20 +180,14 @@ def sweep(
     """
     # All options that are no parameters above override the file's.
     overrides = SweepFileOverrides(timeout_seconds=timeout_seconds, **options)
-    try:
-        spec = with_overrides(with_settings(read_sweep_file(file), settings), overrides)
-        # After the options are merged, because either side may give the folder, the storage or the name.
-        check_saving(spec, resume=resume)
-        if ray_address is not None:
-            _check_cluster(
-                {"--resume": resume, "--timeout": timeout_seconds, "--timeline": timeline, "--log": event_log}
-            )
-        is_isolated = isolates(spec, isolate, is_on_cluster=ray_address is not None)
-        # On a cluster each node has a pool, and so no single log.
-        log = None if ray_address is not None else log_path(spec, event_log, no_log=no_log)
-    except ConfigError as error:
-        click.echo(str(error), err=True)
-        sys.exit(USAGE)
+    spec = with_overrides(with_settings(read_sweep_file(file), settings), overrides)
+    # After the options are merged, because either side may give the folder, the storage or the name.
+    check_saving(spec, resume=resume)
+    if ray_address is not None:
+        _check_cluster({"--resume": resume, "--timeout": timeout_seconds, "--timeline": timeline, "--log": event_log})
+    is_isolated = isolates(spec, isolate, is_on_cluster=ray_address is not None)
+    # On a cluster each node has a pool, and so no single log.
+    log = None if ray_address is not None else log_path(spec, event_log, no_log=no_log)
     display = DisplayOptions(as_json=as_json, live=not no_live, command=command_of(click.get_current_context()))
     # torch takes seconds to import; help, version and a wrong file do not wait for it.
     if ray_address is not None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from hydra_tune.errors import ConfigError
 from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.observe.event_log.run_figures import run_figures
 from hydra_tune.observe.trace.chrome_trace import write_trace
@@ -61,9 +60,6 @@ def trace(
         if plot is not None:
             plot_run(run_log, figures, plot, start=start, end=end)
         write_trace(run_log, target)
-    except ConfigError as error:
-        click.echo(str(error), err=True)
-        sys.exit(USAGE)
     except OSError as error:
         click.echo(
             f"cannot write {error.filename or target}: {error.strerror}; give another place with --out or --plot",

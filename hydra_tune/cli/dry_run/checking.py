@@ -14,7 +14,7 @@ from hydra_tune.checkpoint.sweep_folder import check_free
 from hydra_tune.cli.display.next_step import masked
 from hydra_tune.cli.display.output import SweepOutput
 from hydra_tune.cli.dry_run.sampling import sample
-from hydra_tune.cli.run.sweep_run import DONE, INTERRUPTED, TUNER, USAGE, check_beginning, opened
+from hydra_tune.cli.run.sweep_run import DONE, TUNER, USAGE, check_beginning, opened
 from hydra_tune.cli.run.task_building import TaskBuilder
 from hydra_tune.cli.run.task_ref import load_task
 from hydra_tune.cli.run.tuners import TUNERS, find
@@ -46,17 +46,14 @@ def run_check(spec: SweepSpec, *, as_json: bool) -> int:
             _check_free(spec)
             with opened(spec, _pool) as pool:
                 plan = _description(spec, pool, num_ended, num_left)
-    except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201 - it is output
-        return USAGE
+    except ConfigError:
+        raise
     except HydraTuneError as error:
         # The user's code may raise anything; an error of hydra-tune says enough in one line.
         if error.__cause__ is not None and not isinstance(error.__cause__, HydraTuneError):
             traceback.print_exception(error.__cause__, file=sys.stderr)
         print(error, file=sys.stderr)  # noqa: T201 - it is output
         return USAGE
-    except KeyboardInterrupt:
-        return INTERRUPTED
     if as_json:
         print(json.dumps({"file": spec.file, "task": spec.task, **plan}, allow_nan=False), file=stdout)
     else:

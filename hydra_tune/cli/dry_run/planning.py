@@ -17,13 +17,13 @@ from hydra_tune.cli.display.output import SweepOutput
 from hydra_tune.cli.dry_run.plan_figures import print_figures
 from hydra_tune.cli.dry_run.plan_table import ConfigurationForecast, print_planned
 from hydra_tune.cli.dry_run.sampling import grid, sample
-from hydra_tune.cli.run.sweep_run import DONE, FAILED, INTERRUPTED, USAGE, opened
+from hydra_tune.cli.run.sweep_run import DONE, FAILED, opened
 from hydra_tune.cli.run.task_building import TaskBuilder
 from hydra_tune.cli.run.task_ref import load_task
 from hydra_tune.cli.sweep_file.domains import Domain, Scalar, grid_size
 from hydra_tune.cli.sweep_file.options import DisplayOptions
 from hydra_tune.cli.sweep_file.spec import SweepSpec
-from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, SweepFileError, TaskError
+from hydra_tune.errors import BudgetError, HydraTuneError, SweepFileError, TaskError
 from hydra_tune.executor import HydraExecutor
 from hydra_tune.pool.dry_run.report import PoolForecast
 from hydra_tune.shapes_only import has_shapes_only
@@ -48,22 +48,16 @@ def run_plan(
     output = SweepOutput(DisplayOptions(as_json=as_json, live=False))
     # The stream of before, because the user's code may replace `sys.stdout` for good.
     stdout = sys.stdout
-    try:
-        with output.quiet():
-            parameters = _parameters(spec)
-            build = TaskBuilder(spec=spec, function=load_task(spec))
-            overridden = _overridden(spec, given)
-            # Such an executor lets CPU devices stand in for missing GPUs, without taking their memory.
-            with opened(overridden, partial(HydraExecutor, plans_only=True)) as pool:
-                points = _points(spec, parameters, count, seed)
-                plan = partial(pool.plan, probe=probe, profile=profile)
-                configurations = [_planned(number, params, build, plan) for number, params in enumerate(points)]
-                notes = [*_stood_for(str(overridden.engine.get("devices", "auto")), pool), *_made_up(configurations)]
-    except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201 - it is output
-        return USAGE
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    with output.quiet():
+        parameters = _parameters(spec)
+        build = TaskBuilder(spec=spec, function=load_task(spec))
+        overridden = _overridden(spec, given)
+        # Such an executor lets CPU devices stand in for missing GPUs, without taking their memory.
+        with opened(overridden, partial(HydraExecutor, plans_only=True)) as pool:
+            points = _points(spec, parameters, count, seed)
+            plan = partial(pool.plan, probe=probe, profile=profile)
+            configurations = [_planned(number, params, build, plan) for number, params in enumerate(points)]
+            notes = [*_stood_for(str(overridden.engine.get("devices", "auto")), pool), *_made_up(configurations)]
     if as_json:
         trials = [configuration.to_json() for configuration in configurations]
         json.dump({"file": spec.file, "task": spec.task, "notes": notes, "trials": trials}, stdout)

@@ -5,19 +5,19 @@ No pool is opened in this process, so the display shows no devices and no units.
 tuner: the entry point `ray` leads to the tuner (`integrations/hydra_tune_ray/sweep.py`).
 """
 
-import sys
+from functools import partial
 
 from hydra_tune.cli.display.board import SweepProgressTracker
 from hydra_tune.cli.display.output import SweepOutput
-from hydra_tune.cli.run.sweep_run import DONE, FAILED, INTERRUPTED, USAGE
+from hydra_tune.cli.run.sweep_run import DONE, FAILED, INTERRUPTED, show_run
 from hydra_tune.cli.run.task_building import TaskBuilder
 from hydra_tune.cli.run.task_ref import load_task
 from hydra_tune.cli.run.tuners import CLUSTERS, find
 from hydra_tune.cli.sweep_file.domains import grid_size
 from hydra_tune.cli.sweep_file.options import DisplayOptions
-from hydra_tune.cli.sweep_file.request import ClusterRequest, ClusterTuner
+from hydra_tune.cli.sweep_file.request import ClusterRequest
 from hydra_tune.cli.sweep_file.spec import SweepSpec
-from hydra_tune.errors import ConfigError, SweepFileError
+from hydra_tune.errors import SweepFileError
 from hydra_tune.pool.stats import PoolStats
 
 TUNER = "ray"
@@ -36,22 +36,18 @@ def run_cluster_sweep(spec: SweepSpec, display: DisplayOptions, address: str) ->
     """Run a sweep on the Ray cluster at an address and show the result; return the exit code of the program."""
     output = SweepOutput(display)
     board = SweepProgressTracker(spec, output.log)
-    try:
-        _check(spec)
-        with output.quiet():
-            # The user's module may print while it is imported.
-            function, tuner = load_task(spec), find(CLUSTERS, TUNER)
-            request = ClusterRequest(
-                spec=spec,
-                address=address,
-                function=function,
-                build=TaskBuilder(spec=spec, function=function),
-                observer=board,
-            )
-            _drive(tuner, request, board, output)
-    except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201 - it is output
-        return USAGE
+    _check(spec)
+    with output.quiet():
+        # The user's module may print while it is imported.
+        function, tuner = load_task(spec), find(CLUSTERS, TUNER)
+        request = ClusterRequest(
+            spec=spec,
+            address=address,
+            function=function,
+            build=TaskBuilder(spec=spec, function=function),
+            observer=board,
+        )
+        show_run(partial(tuner, request), board, output, lambda: _ELSEWHERE)
     view = board.snapshot(_ELSEWHERE)
     output.report(view)
     if view.status == "interrupted":
@@ -72,17 +68,3 @@ def _check(spec: SweepSpec) -> None:
         )
     if spec.run_cap is None and spec.method != "grid":
         raise SweepFileError(f"{spec.file}: a sweep on a Ray cluster needs run_cap, the number of its trials")
-
-
-def _drive(tuner: ClusterTuner, request: ClusterRequest, board: SweepProgressTracker, output: SweepOutput) -> None:
-    try:
-        with output.showing(lambda: board.snapshot(_ELSEWHERE)):
-            tuner(request)
-        board.end()
-    except KeyboardInterrupt:
-        board.end(interrupted=True)
-    except Exception as error:
-        # As in `sweep_run`: before there is a study, a `ConfigError` is one of usage.
-        if isinstance(error, ConfigError) and not board.is_open:
-            raise
-        board.end(error=error)  # whatever ended the sweep, show the results so far

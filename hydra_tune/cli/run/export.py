@@ -14,7 +14,7 @@ from hydra_tune.cli.inspect.run_output import to_json, trial_data
 from hydra_tune.cli.inspect.run_scan import kept_study, study_reader
 from hydra_tune.cli.inspect.sweep_run_record import SweepRunRecord
 from hydra_tune.cli.inspect.trial_output import chosen_trial, trial_text, write_csv
-from hydra_tune.cli.run.sweep_run import DONE, FAILED, INTERRUPTED, TUNER, USAGE
+from hydra_tune.cli.run.sweep_run import DONE, FAILED, TUNER
 from hydra_tune.cli.run.tuners import FINDERS, find
 from hydra_tune.cli.run.weights_query import WeightsQuery
 from hydra_tune.errors import ConfigError, FileError, HydraTuneError, WeightsError
@@ -35,14 +35,9 @@ def export_weights(
     """
     try:
         study, path = _copy_weights(run, trial, out, weights_dir=weights_dir, overwrite=overwrite)
-    except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201 - it is output
-        return USAGE
     except (FileError, WeightsError) as error:
         print(error, file=sys.stderr)  # noqa: T201 - it is output
         return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
     if as_json:
         facts = trial_data(trial)
         report = {

@@ -29,7 +29,7 @@ from hydra_tune.cli.run.task_building import TaskBuilder
 from hydra_tune.cli.run.task_ref import load_task
 from hydra_tune.cli.run.tuners import TUNERS, find
 from hydra_tune.cli.sweep_file.options import DisplayOptions
-from hydra_tune.cli.sweep_file.request import SweepRequest, Tuner
+from hydra_tune.cli.sweep_file.request import SweepRequest
 from hydra_tune.cli.sweep_file.spec import SweepSpec
 from hydra_tune.errors import ConfigError, HydraTuneError, SweepFileError
 from hydra_tune.executor import HydraExecutor
@@ -38,6 +38,7 @@ from hydra_tune.observe.live.snapshot import SweepView
 from hydra_tune.paths import absolute_path
 from hydra_tune.pool.checkpointing.writer import check_checkpoint_dir
 from hydra_tune.pool.job import EventStream, Job
+from hydra_tune.pool.stats import PoolStats
 from hydra_tune.supervision.supervisor import RestartContext
 from hydra_tune.task import TrainTask
 
@@ -119,12 +120,16 @@ def run_sweep(
                 with stops(spec.stop_seconds, board.stop, *words) as stop:
                     # Lets the second signal wait until the storage knows the end of each trial.
                     board.on_settled = stop.settled.set
-                    _drive(tuner, request, board, output)
+                    try:
+                        show_run(partial(tuner, request), board, output, pool.stats)
+                    finally:
+                        # In this order: the second signal may end the process as soon as the trials are settled, before
+                        # the pool's units end.
+                        board.settled()
+                        pool.shutdown()
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201 - it is output
         return USAGE
-    except KeyboardInterrupt:
-        return INTERRUPTED
     view = board.snapshot(pool.stats())
     try:
         output.report(view)
@@ -233,11 +238,17 @@ def _last_words(spec: SweepSpec, output: SweepOutput, why: str) -> None:
     output.abandon(f"sweep {spec.name or spec.task}: {why}{remedy}")
 
 
-def _drive(tuner: Tuner, request: SweepRequest, board: SweepProgressTracker, output: SweepOutput) -> None:
-    pool = request.executor
+def show_run(
+    run: Callable[[], object], board: SweepProgressTracker, output: SweepOutput, stats: Callable[[], PoolStats]
+) -> None:
+    """Run a tuner, show the sweep meanwhile, and tell the board the end.
+
+    Raises:
+        ConfigError: raised before there was a study.
+    """
     try:
-        with output.showing(lambda: board.snapshot(pool.stats())):
-            tuner(request)
+        with output.showing(lambda: board.snapshot(stats())):
+            run()
         board.end()
     except (KeyboardInterrupt, Terminated):
         board.end(interrupted=True)
@@ -246,11 +257,6 @@ def _drive(tuner: Tuner, request: SweepRequest, board: SweepProgressTracker, out
         if isinstance(error, ConfigError) and not board.is_open:
             raise
         board.end(error=error)  # whatever ended the sweep, show the results so far
-    finally:
-        # In this order: the second signal may end the process as soon as the trials are settled, before the pool's
-        # units end.
-        board.settled()
-        pool.shutdown()
 
 
 def _exit_code(view: SweepView, error: BaseException | None, number: int | None) -> int:

@@ -57,22 +57,21 @@ def with_overrides(spec: SweepSpec, overrides: SweepFileOverrides) -> SweepSpec:
     """
     engine = dict(spec.engine)
     places = dict(spec.places)
-    # Arguments of the executor; the options below are fields of the sweep.
-    for name in ("devices", "device_memory", "max_concurrent", "admission", "policy", "fusion", "event_log_limit"):
-        value = getattr(overrides, name)
-        if value is not None:
-            engine[name] = value
-            # An error about this value belongs to the command line, not to the file.
-            places.pop(f"hydra.{name}", None)
+    changes: dict[str, Any] = {}
+    # Arguments of the executor, and fields of the sweep.
+    for target, names in (
+        (engine, ("devices", "device_memory", "max_concurrent", "admission", "policy", "fusion", "event_log_limit")),
+        (changes, ("storage", "checkpoint_dir", "checkpoint_every", "stop_seconds")),
+    ):
+        for name in names:
+            value = getattr(overrides, name)
+            if value is not None:
+                target[name] = value
+                # An error about this value belongs to the command line, not to the file.
+                places.pop(f"hydra.{name}", None)
     if overrides.fusion == "off":
         # The file's settings of fusion would be refused, as they have no effect.
         engine = {name: value for name, value in engine.items() if not name.startswith("fusion_")}
-    changes: dict[str, Any] = {}
-    for name in ("storage", "checkpoint_dir", "checkpoint_every", "stop_seconds"):
-        value = getattr(overrides, name)
-        if value is not None:
-            changes[name] = value
-            places.pop(f"hydra.{name}", None)
     spec = replace(spec, engine=engine, places=places, run_cap=overrides.run_cap or spec.run_cap, **changes)
     # A grid ends by itself.
     if spec.run_cap is None and overrides.timeout_seconds is None and spec.method != "grid":

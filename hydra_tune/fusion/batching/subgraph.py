@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor, fx
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.shard.partition.subgraph import ShardGraph
+from hydra_tune.shard.partition.subgraph import ShardGraph, copy_nodes
 
 
 def arguments_of(graph: ShardGraph) -> list[tuple[str, str | int]]:
@@ -51,16 +51,8 @@ def part_of(
 ) -> fx.GraphModule:
     """Return the operators `nodes` of a graph as a graph with the arguments `begins` and the outputs `ends`."""
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in begins:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
     # Bodies of regions are attributes of the graph, and a part copies only those that it runs.
     used_nodes = {argument for node in nodes for argument in node.all_input_nodes}
-    for node in code.graph.nodes:
-        if node.op == "get_attr" and node in used_nodes:
-            copies[node] = graph.node_copy(node)
-    for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in ends))
+    attributes = [node for node in code.graph.nodes if node.op == "get_attr" and node in used_nodes]
+    copy_nodes(graph, {}, begins, attributes, nodes, ends)
     return fx.GraphModule(code, graph)

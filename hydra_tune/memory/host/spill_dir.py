@@ -22,7 +22,7 @@ from pathlib import Path
 
 from hydra_tune.checkpoint.lock import LOCK, is_locked, take_lock
 from hydra_tune.errors import ConfigError
-from hydra_tune.paths import absolute_path, check_reachable
+from hydra_tune.paths import check_reachable, option_path
 from hydra_tune.quantities import format_bytes
 
 _FOLDER = re.compile(r"hydra-tune-[0-9]+-[0-9a-f]{32}")
@@ -42,10 +42,8 @@ def check_spill_dir(path: object) -> Path:
         ConfigError: the path is not a folder, is a symlink, cannot be written by this user, can be tampered with by
             other users, or is on a full file system.
     """
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise ConfigError(f"spill_dir must be the path of a folder, not {path!r}")
     # Not Path.resolve, which would follow the symlink that is refused here.
-    folder = Path(os.path.abspath(absolute_path(path)))  # noqa: PTH100
+    folder = Path(os.path.abspath(option_path(path, "spill_dir")))  # noqa: PTH100
     check_reachable(folder, "spill_dir")
     if folder.is_symlink():
         raise ConfigError(f"spill_dir {str(folder)!r} is a symlink; give its target, {str(folder.resolve())!r}")

@@ -33,7 +33,7 @@ from typing import Any
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe.event_log.line_format import EventLogFormatter
-from hydra_tune.paths import absolute_path, check_reachable
+from hydra_tune.paths import check_reachable, option_path
 from hydra_tune.quantities import format_bytes
 
 _MOST_RECORDS = 1 << 16
@@ -63,9 +63,7 @@ def check_log_path(path: object, *, what: str = "event_log") -> Path:
     Raises:
         ConfigError: not a path, a folder, or a place not writable by this user.
     """
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise ConfigError(f"{what} must be the path of a file, such as 'run.jsonl', not {path!r}")
-    absolute = absolute_path(path)
+    absolute = option_path(path, what, "a file, such as 'run.jsonl'")
     check_reachable(absolute, what)
     if absolute.is_dir():
         raise ConfigError(

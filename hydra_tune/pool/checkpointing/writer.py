@@ -21,7 +21,6 @@ slot back, or the next save waits for ever. A folder is released (`leave`) only 
 
 import logging
 import math
-import os
 import queue
 import threading
 import time
@@ -43,7 +42,7 @@ from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.memory.host.host_tier import HostTier
-from hydra_tune.paths import absolute_path
+from hydra_tune.paths import option_path
 from hydra_tune.shard.python_state.state_guard import TaskStateGuard
 from hydra_tune.train.checkpoint.snapshot import SnapshotSource
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
@@ -59,9 +58,7 @@ def check_checkpoint_dir(path: object) -> Path:
     Raises:
         ConfigError: the path is no folder, or other users can write to the folder.
     """
-    if not isinstance(path, str | os.PathLike) or not str(path):
-        raise ConfigError(f"checkpoint_dir must be the path of a folder, not {path!r}")
-    folder = absolute_path(path)
+    folder = option_path(path, "checkpoint_dir")
     try:
         make_private_folder(folder)
         check_private(folder)

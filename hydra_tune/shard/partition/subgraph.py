@@ -142,17 +142,31 @@ def _copied(
     copies |= {n: by_name[captured.state[n.name]] for n in used if n.name in captured.state}
     by_constant = {name: graph.placeholder(name) for name in constants}
     copies |= {n: by_constant[n.name] for n in used if n.name in captured.constants}
-    for node in values:
+    # The graph of a region (`no_grad`, autocast) is an attribute of the module, not an argument.
+    copy_nodes(graph, copies, values, [node for node in used if node.op == "get_attr"], nodes, live_out)
+    return graph
+
+
+def copy_nodes(
+    graph: fx.Graph,
+    copies: dict[fx.Node, fx.Node],
+    begins: Sequence[fx.Node],
+    attributes: Sequence[fx.Node],
+    nodes: Sequence[fx.Node],
+    ends: Sequence[fx.Node],
+) -> None:
+    """Copy nodes into another graph, with an argument for each of `begins` and the values of `ends` as outputs.
+
+    `copies` has the copies of further arguments of the nodes, and gets those of all other nodes.
+    """
+    for node in begins:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-    for node in used:
-        # The graph of a region (`no_grad`, autocast) is an attribute of the module, not an argument.
-        if node.op == "get_attr":
-            copies[node] = graph.node_copy(node)
+    for node in attributes:
+        copies[node] = graph.node_copy(node)
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in live_out))
-    return graph
+    graph.output(tuple(copies[node] for node in ends))
 
 
 def compiled(module: fx.GraphModule, backend: str, written: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:

@@ -419,19 +419,17 @@ def write_names(mapping: Any, names: Sequence[str], values: Values) -> None:
 
 def write_class(kind: type, names: Sequence[str], values: Values) -> None:
     """Put attributes of a class back."""
-    for name, value in zip(names, values, strict=True):
-        if vars(kind).get(name, MISSING) is value:
-            continue
-        if value is MISSING:
-            delattr(kind, name)
-        else:
-            setattr(kind, name, value)
+    _write(kind, names, values, lambda name: vars(kind).get(name, MISSING))
 
 
 def write_slots(owner: object, names: Sequence[str], values: Values) -> None:
     """Put attributes of an object back."""
+    _write(owner, names, values, lambda name: getattr(owner, name, MISSING))
+
+
+def _write(owner: object, names: Sequence[str], values: Values, present: Callable[[str], object]) -> None:
     for name, value in zip(names, values, strict=True):
-        if getattr(owner, name, MISSING) is value:
+        if present(name) is value:
             continue
         if value is MISSING:
             delattr(owner, name)

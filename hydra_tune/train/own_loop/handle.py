@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hydra_tune.errors import MetricError, TaskError
 from hydra_tune.loop_task import LoopTask
-from hydra_tune.task import check_positive, check_reported, number_of
+from hydra_tune.task import check_positive, check_reported, numbers_of
 from hydra_tune.train.own_loop.registered import Registered, left_out
 
 _HISTORY_NAMES = ("step", "epoch", "seconds")
@@ -157,17 +157,13 @@ class Loop:
         self._check("loop.report()")
         if not isinstance(metrics, Mapping):
             metrics = {self._task.metrics[0]: metrics}
-        values: dict[str, float] = {}
-        for name, value in metrics.items():
-            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else number_of(value)
-            if number is None:
-                raise MetricError(f"loop.report() takes numbers by name, and {name!r} is {type(value).__name__}")
-            if name in _HISTORY_NAMES:
+        values = numbers_of(metrics, "loop.report() takes numbers by name")
+        for name in _HISTORY_NAMES:
+            if name in values:
                 raise MetricError(
                     f"loop.report() takes no metric named {name!r}, because each entry of the history has a {name!r} of its "
                     "own; choose another name, or give step= for the number of the report"
                 )
-            values[str(name)] = float(number)
         check_reported(self._task.metrics, values)
         step = self._host.num_steps + 1 if step is None else step
         if isinstance(step, bool) or not isinstance(step, int) or step <= self._last_report:

@@ -24,7 +24,7 @@ class RemainingTimeEstimator:
 
     def __init__(self) -> None:
         self._epochs: dict[str, float] = {}
-        self._seconds: dict[str, float] = {}  # of an epoch; without a count of epochs, all remaining work is one epoch
+        self._seconds: dict[str, float] = {}  # of an epoch
         self._usual_seconds = _UNKNOWN_SECONDS / _UNKNOWN_EPOCHS
         self._usual_epochs = _UNKNOWN_EPOCHS
 
@@ -35,11 +35,8 @@ class RemainingTimeEstimator:
         for key, seconds in reports.items():
             if seconds is None:
                 continue
-            epochs = load.epochs.get(key)
-            if epochs is None:
-                self._epochs[key], self._seconds[key] = 1.0, seconds
-            elif epochs > 0:
-                new_seconds = seconds / epochs
+            if load.epochs[key] > 0:
+                new_seconds = seconds / load.epochs[key]
                 old_seconds = self._seconds.get(key, new_seconds)
                 # An exponential mean, which has followed two thirds of a lasting change after 1 / _WEIGHT reports.
                 self._seconds[key] = old_seconds + _WEIGHT * (new_seconds - old_seconds)

@@ -15,7 +15,15 @@ NODES = {name: DeviceNode(node_id=name, devices="cpu:1", num_gpus=0, num_devices
 
 
 def told(name, trials, leaving=None):
-    return PoolLoadReport(node=NODES[name], trials=trials, started=frozenset(trials), leaving=leaving or {})
+    """A report on trials with epochs of 100 seconds."""
+    seconds = trials | {key: left for key, (_, left) in (leaving or {}).items()}
+    return PoolLoadReport(
+        node=NODES[name],
+        trials=trials,
+        started=frozenset(trials),
+        leaving=leaving or {},
+        epochs={key: left / 100 for key, left in seconds.items() if left is not None},
+    )
 
 
 @pytest.fixture
