@@ -24,8 +24,11 @@ _MANY_CLASSES = 64
 aten: Any = torch.ops.aten
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """Map `(N, ..., in)` and `(N, out, in)` to `(N, ..., out)`, as a batched product."""
+    # A vector of weights, a bias other than a vector, and no inputs are legal as well.
+    if weight.dim() != _MATRIX or (bias is not None and bias.dim() != _MATRIX - 1) or weight.numel() == 0:
+        return None
     rows = x.reshape(x.size(0), -1, x.size(-1))
     if bias is None:
         out = torch.bmm(rows, weight.transpose(1, 2))

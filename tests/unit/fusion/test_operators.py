@@ -174,6 +174,41 @@ def test_a_number_of_a_wider_dtype_leaves_the_dtype_of_the_result():
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((5, 4), (4,)),
+        ((2, 5, 4), (4,)),
+        ((2, 4), (6, 4), ()),
+        ((5, 4), (6, 4), (5, 6)),
+        ((2, 5, 4), (6, 4), (2, 5, 6)),
+        ((5, 0), (6, 0), (6,)),
+    ],
+    ids=str,
+)
+def test_odd_shapes_of_a_linear_layer_are_each_members_own(shapes):
+    """A head that is one vector, a bias that is one number or a matrix, and no inputs at all."""
+    graph = fx.Graph()
+    places = tuple(graph.placeholder(f"x{index}") for index in range(len(shapes)))
+    graph.output((graph.call_function(torch.ops.aten.linear.default, places),))
+    members = [[torch.randn(shape, generator=_GENERATOR, dtype=torch.float64) for shape in shapes] for _ in range(2)]
+    stacked = StackedGraph(fx.GraphModule({}, graph), [True] * len(shapes))
+    (found,) = stacked(*(torch.stack(tensors) for tensors in zip(*members, strict=True)))
+    torch.testing.assert_close(found, torch.stack([functional.linear(*own) for own in members]), rtol=1e-12, atol=1e-14)
+
+
+def test_a_head_that_is_one_vector():
+    class Vector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = nn.Linear(8, 8), nn.Parameter(torch.linspace(-1, 1, 8))
+
+        def forward(self, x):
+            return functional.linear(self.first(x).tanh(), self.head)
+
+    check(Vector(), VECTORS, is_traced=True, loss=lambda out, classes: functional.mse_loss(out, classes.double()))
+
+
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_images_made_of_vectors(is_traced):
     check(Generator(), VECTORS, is_traced=is_traced)
