@@ -3,14 +3,18 @@
 import os
 import signal
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray")
 
+import ray
 from ray import tune
 
 import hydra_tune_ray
+from hydra_tune_ray.messages import BeginRequest
 from hydra_tune_ray.node.actors import NodePoolSpec, find_actor, start_pool
 from hydra_tune_ray.node.nodes import device_nodes
 from hydra_tune_ray.pools import pools_of
@@ -138,14 +142,46 @@ def test_a_build_may_take_longer_than_a_lease(trained, tmp_path):
     assert result.metrics["training_iteration"] == 2
 
 
+def held_up(config):
+    begun, goes_on = config["flags"]
+    if begun:
+        Path(begun).touch()
+        until(Path(goes_on).exists)
+    return build({"lr": 0.01, "epochs": 1000, "batches": 40})
+
+
+def test_a_trial_that_ends_while_it_is_built_leaves_no_files(trained, tmp_path):
+    """The files of the checkpoint that the trial was to resume from."""
+    pool = find_actor(pools_of(trained).figures()[0].name)
+    ask = lambda method, *arguments: ray.get(pool.call.remote(method, *arguments), timeout=60)  # noqa: E731
+    request = BeginRequest(
+        trial_id="trial", key="first", name="a", build=ray.cloudpickle.dumps(held_up), config={"flags": ("", "")}
+    )
+    ask("begin", request)
+    ask("next", "first", 0)
+    files = in_actor(pool, lambda actor: actor._pool._training.read_saved(actor._pool._trials.get("first").job))
+    ask("end", "first")
+    flags = [str(tmp_path / name) for name in ("begun", "goes on")]
+    beginning = pool.call.remote("begin", replace(request, key="second", config={"flags": flags}, files=files))
+    until(Path(flags[0]).exists)
+    ask("end", "second")
+    Path(flags[1]).touch()
+    ray.get(beginning, timeout=60)
+    assert in_actor(pool, lambda actor: [path.name for path in actor._pool._training._scratch.iterdir()]) == []
+
+
 def test_a_pool_that_nobody_knows_ends(ray_cluster):
     """As when Ray starts a pool again whose driver has died."""
     (node,) = device_nodes(DEVICES)
     start_pool(NodePoolSpec(name="lonely", directory="nobody", node=node, options=DEVICES))
+    until(lambda: not is_there("lonely"))
+
+
+def until(condition):
     deadline = time.monotonic() + 60
-    while is_there("lonely"):
+    while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.5)
+        time.sleep(0.1)
 
 
 def is_there(actor):

@@ -124,6 +124,7 @@ class NodePool:
             return trial.said
         if self._trials.get(request.key) is not trial:  # the client ended the trial during the build
             trial.job.cancel()
+            await self._ended(trial)  # `_end` has found no job to wait for
         return BeginReply(line=self._line.path)
 
     async def next(self, key: str, answered: int) -> Outcome:
