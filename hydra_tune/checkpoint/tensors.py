@@ -34,6 +34,7 @@ _OWN_KEY = "hydra_tune"
 _FORMAT = 1
 _STRETCH = f"{_OWN_KEY}.memory_of."
 """Prefix of the names of stored memory ranges that are not tensors themselves."""
+_METADATA = "__metadata__"  # the format has the file's texts under this name
 _PIECE_BYTES = 8 * 2**20
 
 # https://github.com/huggingface/safetensors: the names of the format
@@ -84,13 +85,14 @@ def save_tensors(
 
     Args:
         path: path of the file; its folder exists already.
-        tensors: tensors by name, with any strides and any shared memory. The tensors must not change meanwhile.
+        tensors: tensors by name, with any strides and any shared memory. The tensors must not change meanwhile. The name
+            "__metadata__", and names that begin with "hydra_tune.memory_of.", are reserved.
         metadata: texts returned by `load_tensors`; the name "hydra_tune" is reserved.
         overwrite: whether an existing file is replaced.
 
     Raises:
         FileError: the file cannot be written (as of `replacing`), or the format does not support a tensor's kind, or tensors
-            of several dtypes share memory.
+            of several dtypes share memory, or a name is reserved.
     """
     # Conjugation and negation are lazy flags of a tensor that raw bytes would lose.
     plain_tensors = {
@@ -166,6 +168,12 @@ def _metadata(file: Any) -> dict[str, str]:
 
 def _checked(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     for name, tensor in tensors.items():
+        if name == _METADATA or name.startswith(_STRETCH):
+            raise FileError(
+                f"cannot write {str(path)!r}: tensor name {name!r} is reserved; rename the tensor",
+                path=str(path),
+                errno=None,
+            )
         unfit = _unfit(tensor)
         if unfit is not None:
             raise FileError(
@@ -180,6 +188,8 @@ def _checked(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 def _unfit(tensor: object) -> str | None:
     if not isinstance(tensor, Tensor):
         return f"of {type(tensor).__name__}"
+    if tensor.is_nested:
+        return "nested"
     if tensor.layout != torch.strided:
         return f"of layout {tensor.layout}"
     if tensor.device.type == "meta":
@@ -270,7 +280,7 @@ def _checksum(stored: Mapping[str, Tensor], metadata: Mapping[str, str], views: 
 
 
 def _header(stored: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    entries: dict[str, Any] = {_METADATA: dict(metadata)}
     offset = 0
     for name, tensor in stored.items():
         end = offset + tensor.numel() * tensor.element_size()

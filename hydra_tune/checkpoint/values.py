@@ -69,7 +69,8 @@ def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     encoder = _ENCODERS.get(kind)
     if encoder is not None:
         return encoder(value, name, tensors)
-    if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
+    is_numpy = kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc"
+    if is_numpy and (kind.__name__ == "ndarray" or kind is value.dtype.type):
         # A flat copy, because torch accepts no negative strides and would share the array's memory.
         try:
             flat = torch.from_numpy(value.reshape(-1).copy())
@@ -79,11 +80,11 @@ def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
                 f"{name} holds numpy numbers of dtype {value.dtype.str!r}, which torch and so a checkpoint cannot hold; "
                 "convert them, as with .astype(numpy.float64)"
             ) from None
-        is_scalar = kind.__name__ != "ndarray"
+        is_scalar = kind is value.dtype.type
         return {_TAG: "numpy", "is": _put(flat, name, tensors), "shape": list(value.shape), "scalar": is_scalar}
     raise CheckpointError(
         f"{name} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; use numbers, texts, "
-        "tensors, and lists, tuples, sets and dicts of these, or train without checkpoints"
+        "tensors, numpy arrays, and lists, tuples, sets and dicts of these, or train without checkpoints"
     )
 
 

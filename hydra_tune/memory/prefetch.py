@@ -189,8 +189,10 @@ class _UnitPrefetch:
         """Write victims back ahead, so that `nbytes` beside the running unit can be had without waiting."""
         short = self._short_of(nbytes)
         for victim in self._victims() if short > 0 else ():
-            if short <= 0 or not victim.lock.acquire(blocking=False):
+            if short <= 0:
                 break
+            if not victim.lock.acquire(blocking=False):
+                continue
             try:
                 if victim.pinned_for is None and victim.home is self._pager:
                     self._clean(victim)

@@ -104,12 +104,8 @@ def _outages(context: click.Context, parameter: click.Parameter, values: tuple[s
     outages = []
     for value in values:
         try:
-            device, at, *until = value.split(",")
-            # A fourth part fails this unpacking, and so the option.
-            (end,) = until or ("",)
-            outages.append(
-                Outage(device=device, at_seconds=float(at), until_seconds=float(end) if until else None),
-            )
+            device, at, *until = _with_times(value)
+            outages.append(Outage(device=device, at_seconds=at, until_seconds=until[0] if until else None))
         except ConfigError as error:
             raise click.BadParameter(str(error), context, parameter) from error
         except ValueError as error:
@@ -117,6 +113,16 @@ def _outages(context: click.Context, parameter: click.Parameter, values: tuple[s
                 f"{value!r} is not like device0,60 or device0,60,90", context, parameter
             ) from error
     return outages
+
+
+def _with_times(value: str) -> tuple[Any, ...]:
+    # From the right, since a device's name may contain commas.
+    device, *times = value.rsplit(",", 2)
+    try:
+        return device, *map(float, times)
+    except ValueError:
+        device, time = value.rsplit(",", 1)
+        return device, float(time)
 
 
 @click.command(epilog=_EXIT_CODES)

@@ -18,6 +18,7 @@ Path = tuple[str | int, ...]
 
 _MAX_VALUES = 100_000  # aliases of aliases grow exponentially
 _FLOAT_TAG = "tag:yaml.org,2002:float"
+_MERGE_TAG = "tag:yaml.org,2002:merge"
 _SCALAR_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "timestamp")}
 
 
@@ -100,6 +101,11 @@ def read_yaml(text: str) -> YamlDocument:
     return YamlDocument(data, builder.values, builder.keys, tuple(builder.problems))
 
 
+def _key_of(pair: tuple[yaml.Node, yaml.Node]) -> object:
+    """Return the identity of a pair's key: its text, or the key itself where it is no text."""
+    return pair[0].value if isinstance(pair[0], yaml.ScalarNode) else pair[0]
+
+
 def _broken(mark: YamlPosition, text: str) -> YamlDocument:
     return YamlDocument(None, {}, {}, (YamlProblem(mark, text),))
 
@@ -123,6 +129,7 @@ class _YamlDocumentBuilder:
     problems: list[YamlProblem] = field(default_factory=list)
     open: set[int] = field(default_factory=set)
     merged: set[int] = field(default_factory=set)
+    num_merged: int = 0
 
     def build(self, node: yaml.Node, path: Path) -> Any:
         """Return a node's data as plain values, and note the position of each value and key.
@@ -135,8 +142,7 @@ class _YamlDocumentBuilder:
         # A value in a map is noted already, in `_pairs`.
         self.values.setdefault(path, _of(node.start_mark))
         # Counted while building, because a few lines of nested aliases stand for billions of values.
-        if len(self.values) > _MAX_VALUES:
-            raise yaml.MarkedYAMLError(problem="too many values; aliases multiply?", problem_mark=node.start_mark)
+        self._check_number(len(self.values), node)
         if id(node) in self.open:
             self._refuse(node, "a value cannot contain itself")
             return None
@@ -145,6 +151,10 @@ class _YamlDocumentBuilder:
             return self._content(node, path)
         finally:
             self.open.discard(id(node))
+
+    def _check_number(self, num_values: int, node: yaml.Node) -> None:
+        if num_values > _MAX_VALUES:
+            raise yaml.MarkedYAMLError(problem="too many values; aliases multiply?", problem_mark=node.start_mark)
 
     def _content(self, node: yaml.Node, path: Path) -> Any:
         if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
@@ -166,17 +176,44 @@ class _YamlDocumentBuilder:
             return None
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
-        if id(node) not in self.merged:  # an alias comes here again, with keys merged by `<<` already included
-            self.merged.add(id(node))
-            # Before the merge, after which a key may rightly stand there twice.
-            self._refuse_duplicates(node)
-            self.loader.flatten_mapping(node)
+        self._merge(node)
         return dict(self._pairs(node, path))
+
+    def _merge(self, node: yaml.MappingNode) -> None:
+        """Replace `<<` of a map by the pairs of the maps there: own pairs count first, then those of a list's earlier maps.
+
+        PyYAML's `flatten_mapping` has no limit up to 6.0.3, and may prefer pairs of later maps in 6.0.4.
+
+        Raises:
+            MarkedYAMLError: a value of `<<` is no map, or merges multiply to more than `_MAX_VALUES` pairs in the document.
+        """
+        if id(node) in self.merged:  # an alias comes here again
+            return
+        self.merged.add(id(node))
+        self._refuse_duplicates(node)
+        sources: list[yaml.Node] = []
+        for key, value in node.value:
+            if key.tag == _MERGE_TAG:
+                sources += reversed(value.value) if isinstance(value, yaml.SequenceNode) else [value]
+        node.value = own = [pair for pair in node.value if pair[0].tag != _MERGE_TAG]
+        pairs: dict[object, tuple[yaml.Node, yaml.Node]] = {}
+        for source in sources:
+            if not isinstance(source, yaml.MappingNode):
+                tag = source.tag.replace("tag:yaml.org,2002:", "!!")
+                raise yaml.MarkedYAMLError(
+                    problem=f"'<<' takes a map or a list of maps, not {tag}", problem_mark=source.start_mark
+                )
+            self._merge(source)
+            self.num_merged += len(source.value)
+            self._check_number(self.num_merged, source)
+            pairs.update((_key_of(pair), pair) for pair in source.value)
+        pairs.update((_key_of(pair), pair) for pair in own)
+        node.value = list(pairs.values())
 
     def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
         first_positions: dict[str, YamlPosition] = {}
         for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
+            if key.tag == _MERGE_TAG or not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in first_positions:
                 self._refuse(key, f"{key.value!r} is given twice, first on line {first_positions[key.value].line}")
@@ -189,7 +226,6 @@ class _YamlDocumentBuilder:
                 key_text = repr(key.value) if isinstance(key, yaml.ScalarNode) else "this"
                 self._refuse(key, f"{key_text} cannot be a key; keys are text (put it in quotes if you mean text)")
                 continue
-            # A key merged with `<<` comes first and may be given again: the last one counts, in data and in marks.
             self.keys[(*path, name)] = _of(key.start_mark)
             self.values[(*path, name)] = _of(value.start_mark)
             yield name, self.build(value, (*path, name))

@@ -122,9 +122,8 @@ class ClosedGroupDelegate(GroupDelegate):
     @override
     def ended(self, seat: GroupSlot) -> None: ...
 
-    def reported(self, seat: GroupSlot) -> None:
-        """As of `GroupDelegate`; answers at once, so the group continues."""
-        seat.is_answered = True
+    @override
+    def reported(self, seat: GroupSlot) -> None: ...
 
     @override
     def left(self, seat: GroupSlot) -> None: ...

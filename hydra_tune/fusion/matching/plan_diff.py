@@ -86,18 +86,6 @@ def with_stand_ins(code: fx.GraphModule, slots: frozenset[str]) -> fx.GraphModul
     return fx.GraphModule(code, graph)
 
 
-def probabilities(plans: Sequence[ShardPlan]) -> Probabilities:
-    """Return the dropout probabilities that differ between plans, one entry for each plan.
-
-    Raises:
-        UnfusableError: the plans differ in anything else, named in the message.
-    """
-    first, *others = plans
-    for other in others:
-        _check_plans(first, other)
-    return _differing(plans)
-
-
 def likeness(plans: Sequence[ShardPlan]) -> MemberDifferences:
     """Return the differences between plans, one plan for each member, if the members may compute together.
 

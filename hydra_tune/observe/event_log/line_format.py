@@ -63,8 +63,6 @@ class EventLogFormatter:
     def owns(self, job: str, owner: int) -> None:
         """Assign all blocks of an owner to a job."""
         self._owners[owner], self._owned[job] = job, owner
-        # Cached lines of copies may carry the owner's earlier job.
-        self._heads.clear()
 
     def header(self, devices: Sequence[tuple[str, int]], facts: Mapping[str, Any]) -> str:
         """Make the first line, with name and budget of each device, and other facts."""
@@ -113,29 +111,28 @@ class EventLogFormatter:
         end_ns: int,
     ) -> str:
         """Line of a copy; arguments as of `EventLog.copied`, with the reporting thread."""
-        zero, key = self.start_ns, (device, what, owner, kind, shard, nbytes, how, thread)
+        # Read here once, because other threads change job and worker while this thread makes the line.
+        job = None if owner is None else self._owners.get(owner)
+        # A copy thread made these copies; the reporting thread's worker has no part in them.
+        by = None if how in ("background", "vain") else self.workers.get(thread)
+        zero, key = self.start_ns, (device, what, job, kind, shard, nbytes, how, by)
         head = self._heads.get(key)
         if head is None:
-            head = self._copy_head(*key)
-            if owner is None or owner in self._owners:  # else the owner's job may become known later
-                self._heads[key] = head
+            head = self._heads[key] = self._copy_head(*key)
         return f'{head}"start_ns":{start_ns - zero},"end_ns":{end_ns - zero}}}\n'
 
     def _copy_head(
         self,
         device: str,
         what: str,
-        owner: int | None,
+        job: str | None,
         kind: str,
         shard: int | None,
         nbytes: int,
         how: str,
-        thread: int,
+        by: str | None,
     ) -> str:
         quote = self._quote
-        # A copy thread made these copies; the reporting thread's worker has no part in them.
-        by = None if how in ("background", "vain") else self.workers.get(thread)
-        job = None if owner is None else self._owners.get(owner)
         return (
             f'{{"event":"copy","device":{quote(device)},"what":"{what}","job":{quote(job)},"kind":{quote(kind)},'
             f'"shard":{"null" if shard is None else shard},"bytes":{nbytes},"how":"{how}","by":{quote(by)},'

@@ -156,6 +156,21 @@ def test_what_the_format_has_not_is_refused(tmp_path: Path, tensor: object, what
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused(tmp_path: Path):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(FileError, match="'x' is nested, but the format stores only dense tensors"):
+        save_tensors(tmp_path / "t", {"x": nested})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "hydra_tune.memory_of.0"])
+def test_names_that_the_file_needs_itself_are_refused(tmp_path: Path, name: str):
+    with pytest.raises(FileError, match=rf"tensor name '{name}' is reserved"):
+        save_tensors(tmp_path / "t", {name: torch.ones(2)})
+    assert not list(tmp_path.iterdir())
+
+
 def test_shared_memory_of_two_dtypes_is_refused(tmp_path: Path):
     weight = torch.ones(4)
     with pytest.raises(FileError, match="'a', 'b' share memory and differ in dtype"):

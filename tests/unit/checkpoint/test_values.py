@@ -92,6 +92,13 @@ def test_numbers_that_torch_lacks_are_refused_by_name(dtype):
         encode(np.ones(2, dtype), "the loss", {})
 
 
+@pytest.mark.parametrize("kind", [np.matrix, np.memmap])
+def test_kinds_of_arrays_that_would_come_back_as_another_are_refused_by_name(kind, tmp_path):
+    value = np.memmap(tmp_path / "array", mode="w+", shape=(2,)) if kind is np.memmap else np.ones((2, 2)).view(kind)
+    with pytest.raises(CheckpointError, match=rf"the scales is of type numpy\S*\.{kind.__name__}"):
+        encode(value, "the scales", {})
+
+
 def test_what_contains_itself_is_refused():
     value: list = []
     value.append(value)

@@ -191,6 +191,30 @@ def test_what_will_have_to_go_for_the_next_units_work_is_written_back_and_stays_
     assert pager.bytes_out == {BlockKind.INPUTS: SIZE}
 
 
+def test_a_block_that_is_moved_at_this_moment_is_passed_over_and_the_next_one_written_back(pager, prefetch):
+    moved, changed, running = block(1), block(2), block(3)
+    visit(pager, moved, write=8)
+    visit(pager, changed, write=9)
+    holding, over = threading.Event(), threading.Event()
+
+    def hold():
+        with moved.lock:
+            holding.set()
+            assert over.wait(PATIENCE_SECONDS)
+
+    thread = threading.Thread(target=hold, daemon=True)
+    with pager.lease([running], 0):
+        thread.start()
+        assert holding.wait(PATIENCE_SECONDS)
+        prefetch.send([UnitMemoryNeeds([], SIZE)])
+        over.set()
+        thread.join(PATIENCE_SECONDS)
+        assert moved.leaving is None
+        changed.leaving.wait()
+    bring_home(changed)
+    assert holds(changed, 9)
+
+
 def test_what_was_chosen_when_there_was_time_goes_first(pager, prefetch):
     chosen, idle, running = block(1), block(2), block(3)
     visit(pager, idle)

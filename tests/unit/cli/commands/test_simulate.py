@@ -59,6 +59,12 @@ def test_a_profile_is_played_and_options_go_before_it(profile):
     assert figures(profile, "--admission", "staggered") != figures(profile)
 
 
+def test_a_device_whose_name_has_a_comma_can_be_lost(profile):
+    profile.write_text(profile.read_text().replace("gpu0", "gpu0,left"))
+    lost, back = (figures(profile, "--lose", fault)["makespan_seconds"] for fault in ("gpu0,left,1", "gpu0,left,1,2"))
+    assert lost > back > figures(profile)["makespan_seconds"]
+
+
 def test_options_reach_the_simulation():
     flags = ("--trials", 8, "--devices", 4, "--steps", 5, "--shard-memory", "1GiB")
     plain = figures(*flags)

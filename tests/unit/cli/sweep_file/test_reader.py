@@ -477,9 +477,32 @@ def test_merged_maps_may_be_overridden_and_used_again(read):
     assert spec.parameters["b"] == spec.parameters["c"] == IntDomain(low=1, high=5)
 
 
+def test_own_keys_come_before_merged_ones_and_those_of_earlier_maps_before_later_ones(read):
+    spec = read(
+        GOOD + "parameters:\n  a: {<<: [{min: 1, max: 3}, {min: 2, max: 9, distribution: int_uniform}]}\n"
+        "  b: &base {min: 1, max: 3}\n  c: &next {<<: *base, max: 5}\n  d: {<<: [*next, *base]}\n  e: {<<: *next}\n"
+    )
+    assert [spec.parameters[name] for name in "abde"] == [IntDomain(low=1, high=high) for high in (3, 3, 5, 5)]
+
+
+def test_what_is_merged_has_to_be_a_map(problems):
+    assert problems(GOOD + "parameters:\n  a: {<<: [{min: 1}, 3], max: 3}\n") == [
+        "space.yaml:5:22: '<<' takes a map or a list of maps, not !!int"
+    ]
+
+
 def test_aliases_that_multiply_are_refused(problems):
     levels = "\n".join(f"  - &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 9))
     found = problems(f"task: a:b\nmetric: {{name: x}}\nbomb:\n  - &l0 [1, 2]\n{levels}\n")
+    assert len(found) == 1
+    assert "too many values" in found[0]
+
+
+def test_merges_that_multiply_are_refused(problems):
+    many = ", ".join(f"k{n}: 1" for n in range(1000))
+    found = problems(
+        f"task: a:b\nmetric: {{name: x}}\nbase: &base {{{many}}}\nbomb: {{<<: [{', '.join(['*base'] * 200)}]}}\n"
+    )
     assert len(found) == 1
     assert "too many values" in found[0]
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from hydra_tune import TrainTask
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.compile.batched_plan import stacked_plan
-from hydra_tune.fusion.matching.plan_diff import probabilities
+from hydra_tune.fusion.matching.plan_diff import likeness
 from tests.unit.fusion.groups import Run, assert_as_plain
 from tests.unit.shard.bench import bench, task_of
 
@@ -93,12 +93,12 @@ def test_what_differs_in_more_is_told_apart(one, other):
     if one is other:
         other = nn.Sequential(nn.AlphaDropout(0.2), nn.Flatten(), nn.Linear(16, 4))
     with pytest.raises(UnfusableError, match="its graph has"):
-        probabilities([plan(one), plan(other)])
+        likeness([plan(one), plan(other)])
 
 
 def test_equal_plans_have_no_probabilities_of_their_own():
-    assert probabilities([plan(Net(0.1)), plan(Net(0.1))]) == {}
-    found = probabilities([plan(Net(0.1)), plan(Net(0.3))])
+    assert likeness([plan(Net(0.1)), plan(Net(0.1))]).drops == {}
+    found = likeness([plan(Net(0.1)), plan(Net(0.3))]).drops
     assert set(map(tuple, found.values())) == {(0.1, 0.3)}
     assert len(found) == 4
     assert stacked_plan(plan(Net(0.0)), 2, slots=frozenset(found)).is_stochastic

@@ -323,3 +323,24 @@ def test_lines_do_not_keep_what_is_no_longer_so():
     assert copied(7) is None
     lines.owns("1:b", 7)
     assert copied(7) == "1:b"
+
+
+def test_lines_of_copies_have_the_job_and_the_worker_of_their_time(monkeypatch):
+    lines = EventLogFormatter()
+    lines.owns("0:a", 7)
+    quote = lines._quote
+
+    def copied():
+        line = json.loads(lines.made(("copy", "cpu:0", "in", 7, "parameters", 0, 8, "waited", 1, 0, 1)))
+        return line["job"], line["by"]
+
+    def quote_while_another_job_takes_over(text):
+        if text == "cpu:0":
+            lines.owns("1:b", 7)
+            lines.workers[1] = "cpu:0"
+        return quote(text)
+
+    monkeypatch.setattr(lines, "_quote", quote_while_another_job_takes_over)
+    assert copied() == ("0:a", None)
+    monkeypatch.undo()
+    assert copied() == ("1:b", "cpu:0")
