@@ -59,8 +59,8 @@ def embedding_bag(
     if offsets.is_cpu and offsets.numel():
         # Where torch refuses a member's bags, it must refuse the bags of all: ids before the first bag would fall into
         # the last bag of the member before.
-        is_refused = (offsets[:, 0] != 0) | (offsets[:, -1] > indices.size(1))
-        begins = torch.where(is_refused.any(), -1, begins)
+        is_refused = (offsets[:, 0] != 0).any() | ((offsets < 0) | (offsets > indices.size(1))).any()
+        begins = torch.where(is_refused, -1, begins)
     bags, *_ = aten.embedding_bag.padding_idx(
         weight.flatten(0, 1),
         _concatenated(indices, weight).flatten(),

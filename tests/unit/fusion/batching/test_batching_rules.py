@@ -174,7 +174,7 @@ def test_classes_of_all_members_are_those_of_each():
     assert torch.equal(RULES[aten.one_hot.default](classes, 6), aten.one_hot.default(classes, 6))
 
 
-@pytest.mark.parametrize("offsets", [[2, 3], [0, 9]])
+@pytest.mark.parametrize("offsets", [[2, 3], [0, 9], [0, -1]])
 def test_ids_outside_of_a_members_bags_are_in_no_bag_of_anothers(offsets):
     """Torch refuses such bags; joined with others, the ids would fall into a bag of the member before."""
     begins = torch.tensor([[0, 3]] * MEMBERS)
