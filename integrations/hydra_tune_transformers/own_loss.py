@@ -383,7 +383,9 @@ def _variables(kind: type) -> list[ValueHolder]:
         for name, function in vars(base).items()
         if isinstance(function, FunctionType)
     }
-    return walked(functions, None, keeps_tensors=False, is_lenient=True).holders
+    holders = walked(functions, None, keeps_tensors=False, is_lenient=True).holders
+    # Libraries set variables of the environment at any time.
+    return [holder for holder in holders if "the environment" not in holder.labels]
 
 
 def _state_around(loss: nn.Module, model: nn.Module) -> list[object]:
