@@ -188,9 +188,9 @@ class GroupTrial(Trial):
         if self._computing.round is not None:
             self._computing.round.measured(seconds)
         self.units_run += self.units_in(unit) - 1
-        taking_part = self._taking_part
+        taking_part, units = self._taking_part, self._units_of_each(unit)
         for seat in taking_part:
-            seat.member.units_run += self._units_of_each(unit)
+            seat.member.units_run += units
             seat.member.compute_seconds += seconds / len(taking_part)
 
     @override
