@@ -60,6 +60,8 @@ _WITHOUT_ATTRIBUTES = frozenset({"builtins", "abc", "typing", "collections", "co
 """Packages whose classes, without those of `_WITH_CONTENTS`, are taken to read no attributes of derived objects."""
 _WITH_CONTENTS = (collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap)
 """Classes of these packages that keep contents in attributes."""
+_BARE = (dict, list, tuple)
+"""Classes whose objects have no attributes of their own; a data set may have thousands of such objects."""
 _OF_SETTINGS = frozenset({"omegaconf", "ml_collections", "yacs", "addict", "box", "easydict", "munch"})
 """Packages of nested settings, which the walk follows to any depth."""
 INTERNALS = frozenset(vars(nn.Module()))
@@ -355,6 +357,8 @@ class CodeWalk(abc.ABC):
     def _attributes(self, value: Any, label: str, depth: int, library: int) -> None:
         """Hold and follow the attributes of an object."""
         kind = type(value)
+        if kind in _BARE:
+            return
         if not is_installed(kind.__module__):
             self._class(kind, kind.__name__, depth, library)
             library = 0

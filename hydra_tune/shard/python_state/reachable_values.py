@@ -370,7 +370,8 @@ class ReachableValues(CodeWalk):
             self._hold(labels, lambda: list(sequence), write, is_of_model=self._is_in_model, owner=id(sequence))
         if self._may_follow(sequence, sequence, label):
             for number, value in enumerate(list(sequence)):
-                self.visit(value, f"{label}[{number}]", depth, library)
+                if type(value) not in EXACT:  # `visit` would return at once; a data set may have thousands of numbers
+                    self.visit(value, f"{label}[{number}]", depth, library)
         self._attributes(sequence, label, depth, library)
 
     def _set(self, members: Any, label: str, depth: int, library: int) -> None:
