@@ -94,6 +94,7 @@ def test_a_killed_study(written, tmp_path):
         assert left == [0, 1]
         assert all(pool.find_checkpoint(f"killed/{number}").steps for number in left)
         study.optimize(trials.from_trial, n_trials=len(trials.RATES) - len(left))
+    with HydraExecutor(devices="cpu:2", checkpoint_dir=tmp_path / "saved") as pool:
         whole = trials.begin_study(tmp_path, pool)
         whole.optimize(trials.from_trial, n_trials=len(trials.RATES))
     assert outcome(study) == outcome(whole)

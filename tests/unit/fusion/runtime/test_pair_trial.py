@@ -50,6 +50,9 @@ class Group:
             return unit("offered")
         return unit(what)
 
+    def units_in(self, one):
+        return 1
+
     def finished(self, one, seconds):
         self.given.append((one.kind, seconds))
 
