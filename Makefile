@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # Tests start many processes; each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: sweep test compat check lint types imports parity slow faults ray part all-tests models-table bench gpu gpu-tables docs links clean
+.PHONY: sweep test compat compat-integrations check lint types imports parity slow faults ray part all-tests models-table bench gpu gpu-tables docs links clean
 
 .venv/.user: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "hydra-tune needs Python 3.11 to 3.13; set PYTHON=/path/to/python3"; exit 1; }
@@ -40,6 +40,10 @@ compat:                     ## the test suite in an environment of its own, with
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[all,dev]' 'torch==$(TORCH)'
 	$(COMPAT)/bin/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/ray --ignore $(FORKS)
 	$(COMPAT)/bin/python -m pytest -q -m "not slow" $(FORKS)
+
+# Others, each in quotes: make compat-integrations VERSIONS="'transformers==4.57.*' 'trl==1.16.* transformers==5.24.*'"
+compat-integrations: .venv/.dev  ## the integrations' tests with the oldest and newest transformers and lightning; prints a table
+	$(BIN)/python -m tests.support.library_versions $(VERSIONS)
 
 parity: .venv/.dev          ## every model with all features, cuts and devices in pairs
 	$(BIN)/python -m pytest -q -m slow tests/parity -n 2 --dist loadgroup

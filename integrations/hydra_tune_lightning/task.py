@@ -48,7 +48,7 @@ from hydra_tune_lightning.train_logs import TrainLogs
 from hydra_tune_lightning.trainer_stand_in import stand_in, standing_in
 from hydra_tune_lightning.validation_end import HOOK, ValidationEnd, without_weights
 
-TRIED = ("2.4", "2.5", "2.6")
+TRIED = ("2.3", "2.4", "2.5", "2.6")
 """Versions of Lightning with which the numbers have been compared."""
 
 _LOGGER = logging.getLogger(__name__)

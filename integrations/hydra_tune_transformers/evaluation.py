@@ -41,7 +41,7 @@ class TrainerEvaluation:
 
     Args:
         step: computes the loss.
-        item_count: counts labels, where the loss is given their number.
+        item_count: counts labels, where the loss of an evaluation is given their number.
         label_names: the arguments of the model's forward that are labels.
         can_return_loss: whether the model returns a loss without labels.
         ignored_outputs: names of outputs that are no predictions.

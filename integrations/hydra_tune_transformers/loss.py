@@ -3,7 +3,7 @@
 `TrainerStep` computes a loss from a batch as `Trainer.training_step` and `Trainer.compute_loss` do. A step holds the few
 settings needed for the loss, and not the `Trainer`: a trial cut into shards compares everything read by the step before each
 step, and trials with equal steps may be fused. `task.py` makes the step and the `ItemCount`, and `evaluation.py` evaluates
-with the same step. Bits: operations and types are those of `Trainer`, and a count is float32.
+with the same step. Bits: operations and types are those of the installed `Trainer`.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,17 +26,23 @@ class TrainerStep:
 
     Args:
         gives_count: whether the model's forward takes the number of labels of all batches of the optimizer step.
+        count_dtype: dtype of this number in the installed `Trainer`; None: the `Trainer` counts no labels.
+        divisor: divisor of the loss of each batch in training.
         refuses_labels: whether the forward takes this number, and no batch is expected to have `labels`.
         label_smoother: computes the loss from the outputs and the labels; None: the model computes the loss.
         shifts_labels: whether `label_smoother` compares each position with the next label.
+        smooths_by_count: whether `label_smoother` is given the number as well.
         loss_function: `compute_loss_func` of the `Trainer`.
         own_loss: an overridden `compute_loss`, in place of all of the above; None: the library's own.
     """
 
     gives_count: bool
+    count_dtype: torch.dtype | None
+    divisor: int
     refuses_labels: bool
     label_smoother: LabelSmoother | None
     shifts_labels: bool
+    smooths_by_count: bool
     loss_function: Callable[..., Any] | None
     own_loss: OwnLoss | None
 
@@ -49,15 +55,17 @@ class TrainerStep:
             total: the number of labels of all batches of the optimizer step, float32, where labels are counted.
         """
         self._check_labels(batch)
-        if self.own_loss is not None:
-            return self.own_loss(module, batch, total)
-        return self._loss_and_outputs(module, batch, total)[0]
+        total = self._as_counted(total)
+        own = self.own_loss
+        loss = self._loss_and_outputs(module, batch, total)[0] if own is None else own(module, batch, total)
+        return loss if self.divisor == 1 else loss / self.divisor
 
     def loss_and_outputs(
         self, module: nn.Module, batch: Mapping[str, Any], total: Tensor | None
     ) -> tuple[Tensor, Any, dict[str, Any]]:
         """Return the loss of a batch, the model's outputs, and the metrics that an own loss has collected."""
         self._check_labels(batch)
+        total = self._as_counted(total)
         if self.own_loss is not None:
             return self.own_loss.loss_and_outputs(module, batch, total)
         return *self._loss_and_outputs(module, batch, total), {}
@@ -75,14 +83,18 @@ class TrainerStep:
         if self.loss_function is not None:
             return self.loss_function(outputs, labels, num_items_in_batch=total), outputs
         if self.label_smoother is not None and labels is not None:
-            shifts = {"shift_labels": True} if self.shifts_labels else {}
-            return self.label_smoother(outputs, labels, num_items_in_batch=total, **shifts), outputs
+            options: dict[str, Any] = {"shift_labels": True} if self.shifts_labels else {}
+            options |= {"num_items_in_batch": total} if self.smooths_by_count else {}
+            return self.label_smoother(outputs, labels, **options), outputs
         if isinstance(outputs, dict) and "loss" not in outputs:
             raise TaskError(
                 f"the model returns no loss for batches of {', '.join(batch)}, only {', '.join(outputs)}; give the labels in "
                 "the data, or a compute_loss_func"
             )
         return outputs["loss"] if isinstance(outputs, dict) else outputs[0], outputs
+
+    def _as_counted(self, total: Tensor | None) -> Tensor | None:
+        return None if total is None or self.count_dtype is None else total.to(self.count_dtype)
 
     def _check_labels(self, batch: Mapping[str, Any]) -> None:
         if self.refuses_labels and "labels" in batch:
@@ -91,15 +103,23 @@ class TrainerStep:
             )
 
 
+def draw_together(batch: object) -> float:
+    """Stand in for an `ItemCount`: the pool draws all batches of a step before the first trains, as `Trainer` does."""
+    del batch
+    return 1.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ItemCount:
     """Counts the labels of a batch that enter its loss, as `Trainer` does for `num_items_in_batch`.
 
     Args:
-        is_shifted: whether the model compares each position with the next label, so that the first label does not count.
+        is_shifted: whether the first label does not count, because the model compares each position with the next label.
+        reads_shifted: whether `shift_labels` of a batch count in place of its labels.
     """
 
     is_shifted: bool
+    reads_shifted: bool
 
     def __call__(self, batch: Mapping[str, Any]) -> float:
         """Return the number of labels.
@@ -107,7 +127,6 @@ class ItemCount:
         Raises:
             TaskError: the batch has no labels that can be counted.
         """
-        # A float, because the sum of a step is then a float32 tensor, as in `Trainer`.
         return float(self.tensor(batch).item())
 
     def tensor(self, batch: Mapping[str, Any]) -> Tensor:
@@ -119,9 +138,8 @@ class ItemCount:
                 "collator give labels, or name the labels in label_names="
             )
         # Collators without padding shift the labels themselves, and `Trainer` then counts the shifted labels.
-        if isinstance(batch.get("shift_labels"), Tensor):
+        if self.reads_shifted and isinstance(batch.get("shift_labels"), Tensor):
             labels = batch["shift_labels"]
         elif self.is_shifted:
             labels = labels[..., 1:]
-        # `Trainer` divides the count by the number of devices with the same batch, so the count becomes float32.
         return labels.ne(IGNORED_LABEL).sum().to(torch.float32)

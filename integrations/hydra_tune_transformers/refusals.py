@@ -18,6 +18,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 from hydra_tune.task import length_of
 from hydra_tune_transformers.around import holds_part, losses_around
+from hydra_tune_transformers.installed import is_bfloat16, recomputation_of
 from hydra_tune_transformers.own_loss import has_metrics, own_loss_of, refused_attributes
 
 TAKEN_OVER = frozenset(
@@ -54,6 +55,14 @@ TAKEN_OVER = frozenset(
         "remove_unused_columns",
         "label_names",
         "train_sampling_strategy",
+        "group_by_length",  # up to 5.1, as the next ones up to 4.57: old names of arguments above
+        "evaluation_strategy",
+        "per_gpu_train_batch_size",
+        "per_gpu_eval_batch_size",
+        "adafactor",
+        "dispatch_batches",  # `Trainer` notes these two in `accelerator_config`
+        "split_batches",
+        "no_cuda",
         "length_column_name",
         "use_cpu",
         "save_strategy",
@@ -120,6 +129,25 @@ WITHOUT_EFFECT = frozenset(
         "activation_checkpointing_kwargs",
         "gradient_checkpointing_kwargs",
         "place_model_on_device",
+        "overwrite_output_dir",  # this and the next ones up to 4.57
+        "save_safetensors",
+        "push_to_hub_model_id",
+        "push_to_hub_organization",
+        "push_to_hub_token",
+        "include_tokens_per_second",
+        "include_inputs_for_metrics",  # sets `include_for_metrics`
+        "torchdynamo",  # sets `torch_compile`
+        "fp16_opt_level",
+        "fp16_backend",
+        "half_precision_backend",
+        "use_mps_device",
+        "tpu_num_cores",
+        "tpu_metrics_debug",
+        "fsdp_min_num_params",
+        "fsdp_transformer_layer_cls_to_wrap",
+        "mp_parameters",
+        "ray_scope",
+        "_n_gpu",
     ]
 )
 """Arguments that change no number of a training on one device, as long as no refused argument is set beside them."""
@@ -152,6 +180,11 @@ REFUSED = {
     "fsdp": "give the devices to the pool, HydraExecutor(devices=...), which trains models larger than one",
     "deepspeed": "give the devices to the pool, HydraExecutor(devices=...), which trains models larger than one",
     "debug": "leave it out",
+    "past_index": "leave it at -1",
+    "use_legacy_prediction_loop": "leave it out",
+    "jit_mode_eval": "leave it out",
+    "use_ipex": "leave it out",
+    "tp_size": "give the devices to the pool, HydraExecutor(devices=...), which trains models larger than one",
     "predict_with_generate": "evaluate by the loss, and generate after the search",
 }
 """Arguments refused with any other value than their default, but for another empty value in place of an empty default: the
@@ -248,6 +281,11 @@ def _values(trainer: Trainer) -> Iterator[str]:
     if args.device.type != "cpu" or args.n_gpu > 1 or args.world_size > 1:
         place = f"{args.n_gpu} GPUs" if args.n_gpu > 1 else str(args.device)
         yield f"a Trainer on {place}: set use_cpu=True, because the pool moves the model, and give the pool the devices"
+    if not args.torch_compile and _text(trainer.accelerator.state.dynamo_plugin.backend).upper() != "NO":
+        yield (
+            "ACCELERATE_DYNAMO_BACKEND of the process, perhaps by an earlier Trainer with torch_compile=True, by which Trainer "
+            "compiles the model: remove the variable, and set compile= of the task"
+        )
     if _text(args.save_strategy) != "no":
         yield (
             f"save_strategy={_text(args.save_strategy)!r}: set save_strategy='no'; the pool saves trials "
@@ -257,7 +295,7 @@ def _values(trainer: Trainer) -> Iterator[str]:
         yield f"report_to={args.report_to!r}: set report_to='none'; a result's history has all reports"
     if _text(args.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy"):
         yield f"lr_scheduler_type={_text(args.lr_scheduler_type)!r}: choose a schedule by steps, such as 'linear'"
-    if _text(args.train_sampling_strategy) == "batch_rebalance":
+    if _text(getattr(args, "train_sampling_strategy", "")) == "batch_rebalance":
         yield "train_sampling_strategy='batch_rebalance': use 'random', 'group_by_length' or 'sequential'"
     if _text(args.optim) in ("lomo", "adalomo"):
         yield f"optim={_text(args.optim)!r}: it steps within the backward; use an optimizer of torch"
@@ -271,18 +309,26 @@ def _values(trainer: Trainer) -> Iterator[str]:
 
 def _forward(trainer: Trainer) -> Iterator[str]:
     args, compute_loss = trainer.args, type(trainer).compute_loss
+    recomputes, options = recomputation_of(args)
     # Without the cache that checkpointing turns off, models may take other kernels; the loss of trl has turned the cache off.
-    if args.activation_checkpointing and _name_of(compute_loss) not in _WITHOUT_AUTOCAST:
+    if recomputes and _name_of(compute_loss) not in _WITHOUT_AUTOCAST:
         yield (
             "activation_checkpointing=True: leave it out; the pool recomputes activations where a device lacks room for them. "
             "Where True is the default, as of trl, set gradient_checkpointing=False"
         )
-    elif args.activation_checkpointing and (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+    elif recomputes and options.get("use_reentrant"):
         yield "activation_checkpointing=True with use_reentrant=True: leave use_reentrant out, which has other gradients"
     has_loss = own_loss_of(trainer) is not None and _name_of(compute_loss) not in _WITHOUT_AUTOCAST
-    if args.bf16 and (has_loss or trainer.label_smoother is not None or trainer.compute_loss_func is not None):
+    if is_bfloat16(trainer) and (
+        has_loss or trainer.label_smoother is not None or trainer.compute_loss_func is not None
+    ):
+        given = (
+            "bf16=True"
+            if args.bf16
+            else "ACCELERATE_MIXED_PRECISION=bf16 of the process, perhaps by an earlier Trainer,"
+        )
         yield (
-            "bf16=True with a label_smoothing_factor, a compute_loss_func or a compute_loss of the Trainer's own, whose loss "
+            f"{given} with a label_smoothing_factor, a compute_loss_func or a compute_loss of the Trainer's own, whose loss "
             "autocast would change; train in float32, or let the model compute its loss"
         )
 
@@ -290,7 +336,7 @@ def _forward(trainer: Trainer) -> Iterator[str]:
 def _loss_scale(trainer: Trainer) -> Iterator[str]:
     if getattr(trainer, "aux_loss_enabled", False):  # of trl
         yield "a loss of a model's router, which trl divides by the batches of a step: set router_aux_loss_coef=0.0"
-    is_scaled = trainer.loss_is_scaled_for_ga
+    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     is_counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     if is_scaled is not None and bool(is_scaled) != is_counted and trainer.args.gradient_accumulation_steps > 1:
         yield (

@@ -13,10 +13,8 @@ lets the new `Trainer` seed the process's streams. The module must not know shar
 (`own_copy`).
 """
 
-import logging
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,21 +30,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hydra_tune import TrainTask
 from hydra_tune.train.own_copy import mark_seen, own_copy
+from hydra_tune_transformers import installed
 from hydra_tune_transformers.around import module_of, own_losses, replace_model
 from hydra_tune_transformers.data import AheadLoader, SameOrder, parts_of
 from hydra_tune_transformers.errors import RefusedTrainerError
 from hydra_tune_transformers.evaluation import EarlyStop, TrainerEvaluation, TrainerMetrics
-from hydra_tune_transformers.loss import ItemCount, TrainerStep
+from hydra_tune_transformers.loss import ItemCount, TrainerStep, draw_together
 from hydra_tune_transformers.optimizer import NamedGroups, recipe_of
 from hydra_tune_transformers.own_loss import own_loss_of
 from hydra_tune_transformers.refusals import refusals
-
-TRIED = "5.24"
-"""Version of the transformers library with which the numbers have been compared."""
-TRIED_SUBCLASSES = {"trl": "1.16", "sentence_transformers": "6.2"}
-"""Versions of other libraries with which the numbers of their trainers have been compared."""
-
-_LOGGER = logging.getLogger(__name__)
 
 
 def task_from_trainer(make_trainer: Callable[[], Trainer]) -> TrainTask:
@@ -93,7 +85,7 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
     """
     trainer = make_trainer()
     # A copy, because Trainers of a script may share one model, and every trial begins with the weights of that model.
-    model = _align(own_copy(trainer.model), trainer.processing_class)
+    model = installed.align_special_tokens(own_copy(trainer.model), trainer.processing_class)
     replace_model(trainer, model)
     own_losses(trainer)
     module_of(trainer).load_state_dict(result.state_dict())
@@ -147,7 +139,7 @@ class InitializedModel:
         """Build the model."""
         arguments = (self.trial,) if transformers.trainer_utils.number_of_arguments(self.init) == 1 else ()
         model: nn.Module = self.init(*arguments)
-        return _align(model, self.processing_class)
+        return installed.align_special_tokens(model, self.processing_class)
 
 
 @dataclass(frozen=True)
@@ -158,7 +150,7 @@ class _TrainersModel:
 
     def __call__(self) -> nn.Module:
         trainer = self.make_trainer()
-        _align(trainer.model, trainer.processing_class)
+        installed.align_special_tokens(trainer.model, trainer.processing_class)
         return module_of(trainer)
 
 
@@ -179,11 +171,10 @@ def task_of(
     Raises:
         RefusedTrainerError: as `task_from_trainer`.
     """
-    # Another version's arguments have other names, so refusals by argument hold for tried versions alone.
-    reasons = [*_versions()] or [*refusals(trainer)]
+    # Refusals by argument hold for supported versions alone, whose arguments are known.
+    reasons = [*installed.refused_versions(type(trainer))] or [*refusals(trainer)]
     if reasons:
         raise RefusedTrainerError(reasons)
-    _warn_of_version(type(trainer))
     args = trainer.args
     # From now on a model with these tensors is copied for each trial; see `own_copy`.
     module = module_of(trainer)
@@ -191,6 +182,13 @@ def task_of(
     if trainer.model_init is not None:
         set_seed(args.seed)  # as train(), before it makes the loader, whose order goes by the seed
     prepared = trainer.get_train_dataloader()
+    if len(prepared) % args.gradient_accumulation_steps and installed.skips_rest():
+        reason = (
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} in epochs of {len(prepared)} batches, whose rest "
+            f"the Trainer of transformers {transformers.__version__} does not train: choose a number that divides the "
+            "batches, or install transformers>=4.52"
+        )
+        raise RefusedTrainerError([reason])
     length = _Length.of(args, len(prepared))
     try:
         param_groups, optimizer = recipe_of(trainer.create_optimizer(), module)
@@ -219,13 +217,13 @@ def task_of(
         train=AheadLoader(prepared, length.short_pass),
         epochs=length.passes,
         step=step,
-        loss_weight=item_count,
+        loss_weight=item_count if item_count is not None or installed.divides_by_rest() else draw_together,
         accumulate=args.gradient_accumulation_steps,
-        # `Trainer` divides the losses of a shorter last step by the number of batches in the step.
+        # Where the `Trainer` divides otherwise, the step does; see `installed.divides_by_rest`.
         remainder="divide_by_rest",
         # 0 turns clipping off in `Trainer`.
         max_grad_norm=args.max_grad_norm or None,
-        precision="bfloat16" if args.bf16 else "float32",
+        precision="bfloat16" if installed.is_bfloat16(trainer) else "float32",
         seed=args.seed,
         **_evaluation(trainer, step, item_count, length.steps, compute_objective, objectives),
     )
@@ -266,17 +264,23 @@ def _loss(trainer: Trainer) -> tuple[TrainerStep, ItemCount | None]:
     # `Trainer` counts the labels of batches that have `labels`, as those of question answering have not.
     has_labels = trainer.compute_loss_func is not None or "labels" in trainer.label_names
     gives_count = trainer.model_accepts_loss_kwargs and has_labels
-    counts = gives_count or trainer.compute_loss_func is not None
+    own_loss = own_loss_of(trainer)
+    item_count, count_dtype = installed.item_count_of(trainer)
+    if not has_labels or not (gives_count or trainer.compute_loss_func is not None or own_loss is not None):
+        item_count = None
     model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model  # of peft
     step = TrainerStep(
         gives_count=gives_count,
+        count_dtype=None if item_count is None else count_dtype,
+        divisor=1 if installed.divides_by_rest() else installed.divisor_of(trainer, is_counted=item_count is not None),
         refuses_labels=trainer.model_accepts_loss_kwargs and not has_labels,
         label_smoother=trainer.label_smoother,
         shifts_labels=type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        smooths_by_count=installed.smooths_by_count(),
         loss_function=trainer.compute_loss_func,
-        own_loss=own_loss_of(trainer),
+        own_loss=own_loss,
     )
-    return step, ItemCount(is_shifted=getattr(trainer, "_loss_shifts_labels", False)) if counts else None
+    return step, item_count
 
 
 def _evaluation(
@@ -303,20 +307,18 @@ def _evaluation(
         if any(id(part) in generators for part in parts_of(AheadLoader(trainer.get_eval_dataloader()))):
             reason = "a generator of its evaluation's order, which goes on from one evaluation to the next"
             raise RefusedTrainerError([f"{reason}: make a new generator for each loader, with a seed"])
-    config = getattr(trainer.model, "config", None)
-    ignored = [] if config is None else getattr(config, "keys_to_ignore_at_inference", ["cache"])
     with_predictions = trainer.compute_metrics is not None and not args.prediction_loss_only
     return {
         "validate": SameOrder(loader) if has_order else loader,
         "evaluate": TrainerEvaluation(
             step=step,
-            item_count=item_count,
+            item_count=item_count if installed.counts_in_evaluation() else None,
             label_names=tuple(trainer.label_names),
             can_return_loss=trainer.can_return_loss,
-            ignored_outputs=tuple(ignored),
+            ignored_outputs=installed.ignored_outputs(trainer.model),
             with_predictions=with_predictions,
             preprocess=trainer.preprocess_logits_for_metrics,
-            is_low_precision=args.bf16,
+            is_low_precision=installed.is_bfloat16(trainer),
         ),
         "finish": TrainerMetrics(
             compute_metrics=trainer.compute_metrics if with_predictions else None,
@@ -325,7 +327,7 @@ def _evaluation(
             num_samples=None
             if args.dataloader_drop_last or isinstance(trainer, Seq2SeqTrainer)
             else len(trainer.eval_dataset),
-            drops_bad_losses=args.logging_nan_inf_filter,
+            drops_bad_losses=installed.drops_bad_losses(args),
             compute_objective=compute_objective,
             log=step.own_loss.log if step.own_loss is not None and step.own_loss.has_metrics else None,
         ),
@@ -363,33 +365,3 @@ def _early_stop(trainer: Trainer, metric: str) -> EarlyStop | None:
         patience=stops[0].early_stopping_patience,
         threshold=stops[0].early_stopping_threshold or 0.0,
     )
-
-
-def _align(model: nn.Module, processing_class: Any) -> nn.Module:
-    """Give a model's settings the special tokens of its tokenizer, as `Trainer.train()` does."""
-    kinds = (transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin)
-    if isinstance(processing_class, kinds) and hasattr(model, "config"):
-        transformers.trainer_utils.align_special_tokens(model, processing_class)
-    return model
-
-
-def _versions() -> Iterator[str]:
-    version = transformers.__version__
-    if int(version.partition(".")[0]) < int(TRIED.partition(".")[0]):
-        yield f"transformers {version}, whose Trainer has other numbers: install transformers>={TRIED}"
-    elif not version.startswith(TRIED + "."):
-        _LOGGER.warning(
-            "the numbers of a Trainer have been compared with transformers %s, and %s is installed; compare a trial with "
-            "Trainer.train()", TRIED, version,
-        )  # fmt: skip
-
-
-def _warn_of_version(kind: type) -> None:
-    """Log a library of the class of a `Trainer` whose version has not been compared."""
-    for library in dict.fromkeys(base.__module__.partition(".")[0] for base in kind.__mro__):
-        tried, version = TRIED_SUBCLASSES.get(library), getattr(sys.modules.get(library), "__version__", "")
-        if tried is not None and not version.startswith(tried + "."):
-            _LOGGER.warning(
-                "the numbers of a %s have been compared with %s %s, and %s is installed; compare a trial with its train()",
-                kind.__name__, library, tried, version,
-            )  # fmt: skip

@@ -844,11 +844,11 @@ def test_a_task_goes_on_from_where_the_streams_of_a_script_are():
 
     weights, epochs = fitted(make_after_draws, SEED, max_epochs=1)
     with torch.random.fork_rng():
-        seed_everything(SEED, verbose=False)
+        seed_everything(SEED)
         draw()
         task = task_from_lightning(classifier(dropout=0.3), max_epochs=1, seed=None)
         draws = draw()
-        seed_everything(SEED, verbose=False)
+        seed_everything(SEED)
         draw()
         assert all(map(np.array_equal, draws, draw()))
     with HydraExecutor("cpu:1") as pool:

@@ -27,7 +27,7 @@ import hydra_tune_transformers
 from hydra_tune import HydraExecutor, train_plain
 from hydra_tune.errors import MetricError, TaskError
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
-from hydra_tune_transformers import RefusedTrainerError, refusals, task_from_trainer, trainer_from_result
+from hydra_tune_transformers import RefusedTrainerError, installed, refusals, task_from_trainer, trainer_from_result
 from hydra_tune_transformers.data import AheadLoader
 from hydra_tune_transformers.evaluation import EarlyStop
 from hydra_tune_transformers.gathered import GatheredMetric
@@ -35,6 +35,7 @@ from tests.docs.pages import DOCS, PageCode
 from tests.support import checkpointed
 from tests.support.trainers import (
     KINDS,
+    SKIPS_REST,
     Bag,
     Rows,
     accuracy,
@@ -46,6 +47,12 @@ from tests.support.trainers import (
     text_model,
     trained,
 )
+
+# Of older versions of transformers, which use old names of torch.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+]
 
 
 class Weighted(Trainer):
@@ -358,6 +365,13 @@ OWN_LOSSES = (
 FAST_CUTS = ("accumulated by tokens", "a weighted loss", "metrics of the loss's own")
 
 
+@pytest.fixture(autouse=True)
+def _own_precision(monkeypatch):
+    """Keep `bf16=True` and `torch_compile=True` of a test, which older versions note for the process, from later tests."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+
+
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
     """`Trainer.train()` of each case, once."""
@@ -405,6 +419,23 @@ def test_the_task_is_the_trainers_training(stock, name):
         (result,) = pool.run([task])
     assert result.num_shards == 1
     assert_same(result, weights, reports)
+
+
+def test_a_compiler_of_the_process_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+    with pytest.raises(RefusedTrainerError, match=r"ACCELERATE_DYNAMO_BACKEND of the process, .*: remove the variable"):
+        task_from_trainer(making(tmp_path))
+
+
+def test_the_precision_of_the_process_counts_as_that_of_the_trainer(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    make = making(tmp_path)
+    weights, reports, _ = trained(make)
+    assert_same(train_plain(task_from_trainer(make)), weights, reports)
+    with pytest.raises(
+        RefusedTrainerError, match=r"ACCELERATE_MIXED_PRECISION=bf16 of the process, .* with a label_smooth"
+    ):
+        task_from_trainer(making(tmp_path, label_smoothing_factor=0.1))
 
 
 @pytest.mark.slow
@@ -792,7 +823,7 @@ def test_early_stopping_counts_as_the_trainer_does_whatever_the_values(is_greate
 
 
 def test_labels_that_label_names_leave_out_are_refused_by_name(tmp_path):
-    task = task_from_trainer(making(tmp_path, label_names=["start_positions"]))
+    task = task_from_trainer(making(tmp_path, "causal language model", label_names=["start_positions"]))
     with pytest.raises(TaskError, match="label_names= lacks 'labels'; add the name"):
         train_plain(task)
 
@@ -1098,7 +1129,7 @@ REFUSALS = {
     "half precision and a loss": ({"bf16": True, "trainer_class": Weighted}, "a compute_loss of the Trainer's own"),
     "training_step": ({"trainer_class": OwnStep}, "OwnStep has its own training_step"),
     "a loss that is not scaled": (
-        {"trainer_class": Unscaled, "gradient_accumulation_steps": 2},
+        {"kind": "causal language model", "trainer_class": Unscaled, "gradient_accumulation_steps": 2},
         "loss_is_scaled_for_ga=False of the Trainer: leave it at None, and give a compute_loss_func=",
     ),
     "several methods": (
@@ -1285,22 +1316,44 @@ def test_all_reasons_are_told_at_once(tmp_path):
     assert all(reason in str(refused.value) for reason in refused.value.reasons)
 
 
-def test_a_version_with_other_arguments_is_refused_by_its_version(tmp_path, monkeypatch):
-    """An older Trainer lacks arguments whose values are looked at otherwise."""
+def test_a_version_too_old_is_refused_by_its_version(tmp_path, monkeypatch):
+    """Before its arguments, which may have other names or lack."""
 
     class Lacking(transformers.TrainingArguments):
         @property
-        def train_sampling_strategy(self):
-            raise AttributeError("train_sampling_strategy")
+        def gradient_accumulation_steps(self):
+            raise AttributeError("gradient_accumulation_steps")
+
+        @gradient_accumulation_steps.setter
+        def gradient_accumulation_steps(self, value):
+            pass
 
     def make():
         trainer = making(tmp_path)()
         trainer.args.__class__ = Lacking
         return trainer
 
-    monkeypatch.setattr(hydra_tune_transformers.task.transformers, "__version__", "4.57.1")
-    with pytest.raises(RefusedTrainerError, match=re.escape("transformers 4.57.1, whose Trainer has other numbers")):
+    monkeypatch.setattr(installed.transformers, "__version__", "4.49.0")
+    with pytest.raises(RefusedTrainerError) as refused:
         task_from_trainer(make)
+    assert refused.value.reasons == (
+        "transformers 4.49.0, and the oldest supported is 4.50: install transformers>=4.50",
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "is_compared"), [("4.50.3", True), ("4.51.3", False), ("5.0.0", True), ("5.99.0", False)]
+)
+def test_a_version_that_has_not_been_compared_is_logged(tmp_path, monkeypatch, caplog, version, is_compared):
+    monkeypatch.setattr(installed.transformers, "__version__", version)
+    task_from_trainer(making(tmp_path))
+    assert (f"and {version} is installed; compare a trial" in caplog.text) != is_compared
+
+
+@pytest.mark.skipif(not SKIPS_REST, reason="this version trains all batches of an epoch")
+def test_a_rest_that_the_trainer_does_not_train_is_refused(tmp_path):
+    with pytest.raises(RefusedTrainerError, match="gradient_accumulation_steps=5 in epochs of 6 batches, whose rest"):
+        task_from_trainer(making(tmp_path, gradient_accumulation_steps=5))
 
 
 def test_an_unknown_argument_is_refused_unless_it_has_its_default(tmp_path, monkeypatch):

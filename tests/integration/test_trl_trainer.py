@@ -200,6 +200,14 @@ def test_trials_of_one_model_evaluate_with_their_own_weights(tmp_path):
         assert_same(result, trained)
 
 
+def test_an_older_trl_is_refused_by_its_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(trl, "__version__", "0.29.1")
+    with pytest.raises(
+        RefusedTrainerError, match=r"trl 0\.29\.1, whose trainers have not been compared: install trl>=1$"
+    ):
+        task_from_trainer(partial(trainer, tmp_path))
+
+
 class Steps(trl.SFTTrainer):
     def training_step(self, *args, **kwargs):
         return super().training_step(*args, **kwargs)

@@ -341,7 +341,7 @@ def fitted(make_module, seed=3, datamodule=None, loaders=(), *, accelerator="cpu
     with torch.random.fork_rng(), warnings.catch_warnings():
         # Hints of Lightning's, such as that loaders have no workers.
         warnings.simplefilter("ignore")
-        seed_everything(seed, verbose=False)
+        seed_everything(seed)
         module = make_module()
         trainer = Trainer(
             accelerator=accelerator,
