@@ -41,6 +41,7 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
+from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import Trainer
 
@@ -341,7 +342,9 @@ class _AttributeDigest(pickle.Pickler):
                 if isinstance(variable, Trainer | nn.Module | Tensor):
                     self._walk(variable)
         self.has_trainer |= isinstance(value, Trainer)
-        return id(value) if isinstance(value, Trainer | FunctionType | ModuleType | type) else None
+        # `PartialState` is one for the process: a Trainer that another thread makes changes its contents for a moment.
+        is_known_by_identity = isinstance(value, Trainer | FunctionType | ModuleType | type | PartialState)
+        return id(value) if is_known_by_identity else None
 
     def _tensor(self, tensor: Tensor) -> tuple[int, int]:
         self.objects.add(id(tensor))

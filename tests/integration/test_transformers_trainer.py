@@ -21,6 +21,7 @@ pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 import accelerate
 import optuna
 import transformers
+from accelerate import PartialState
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import hydra_tune_transformers
@@ -31,6 +32,7 @@ from hydra_tune_transformers import RefusedTrainerError, installed, refusals, ta
 from hydra_tune_transformers.data import AheadLoader
 from hydra_tune_transformers.evaluation import EarlyStop
 from hydra_tune_transformers.gathered import GatheredMetric
+from hydra_tune_transformers.own_loss import _contents
 from tests.docs.pages import DOCS, PageCode
 from tests.support import checkpointed
 from tests.support.trainers import (
@@ -1243,6 +1245,16 @@ def test_a_trainer_is_free_while_its_loss_lives(tmp_path):
     assert trainer() is None
     assert model() is None
     assert task.step.own_loss is not None
+
+
+def test_a_trainer_made_on_another_thread_is_no_change_of_a_loss(tmp_path):
+    trainer = making(tmp_path, trainer_class=Weighted)()
+    before = _contents(trainer)
+    PartialState._reset_state()  # as each new Trainer does first
+    try:
+        assert _contents(trainer) == before
+    finally:
+        making(tmp_path)()
 
 
 def test_an_optimizer_that_can_be_made_again_is_taken_over(tmp_path):

@@ -59,7 +59,8 @@ class FusionBenchmark:
 
     def __init__(self, task: TrainTask, module: nn.Module, batch: Any, library: PlanLibrary, device: Device) -> None:
         self._original = task
-        batch_copy = batches.copied(batch)
+        # With `loss_weight`, a trial draws pairs of a batch and the sum of the weights.
+        batch_copy = batches.copied(batch if task.loss_weight is None else batch[0])
         self._task = replace(
             task,
             model=lambda: copied_model(module),

@@ -137,6 +137,16 @@ def test_of_a_unit_of_several_steps_each_counts(monkeypatch):
         assert len(made) > 2
 
 
+def test_steps_with_the_weights_of_their_batches_are_timed():
+    def weighted(module, batch, total):
+        x, y = batch
+        return torch.nn.functional.cross_entropy(module(x), y, reduction="sum") / total
+
+    with Asking(task(loss=None, step=weighted, loss_weight=lambda batch: len(batch[1]))) as asking:
+        assert asking.bench.alone() > 0
+        assert asking.bench.together(2, GroupPlanFactory(asking.library)) > 0
+
+
 def test_a_loaders_own_processes_are_left_alone():
     loader = DataLoader(TensorDataset(X, Y), batch_size=8, num_workers=1)
     with Asking(task()) as asking:
