@@ -16,6 +16,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import sys
 import types
@@ -369,6 +370,8 @@ class CodeWalk(abc.ABC):
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             names = list(dict.fromkeys([*(attributes if takes_all else ()), *self._known(attributes, kind)]))
+            if kind is logging.Manager:
+                names = [name for name in names if name != "loggerDict"]  # all loggers of the process, by thousands
             holder = self._hold(
                 [*(f"{label}.{name}" for name in names), f"the class of {label}"],
                 lambda: [*map(value.__dict__.get, names, ALL_MISSING), type(value)],

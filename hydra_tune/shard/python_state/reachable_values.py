@@ -62,6 +62,7 @@ from hydra_tune.shard.python_state.value_holder import (
     EXACT,
     MAX_LABELS,
     PLAIN,
+    ItemLabels,
     Values,
     bytes_of,
     pickled,
@@ -191,7 +192,7 @@ class ReachableValues(CodeWalk):
                     self._named_attributes(value, label, depth + 1, library)
             return
         self.seen[id(value)] = value
-        if any(value is each for each in (os.environ, os.environb, os.getenv, os.getenvb)):
+        if value is os.environ or value is os.environb or value is os.getenv or value is os.getenvb:
             self._environment()
             return
         if (follow_code := _BY_CODE.get(type(value))) is not None:
@@ -202,7 +203,9 @@ class ReachableValues(CodeWalk):
     def _look_at(self, value: Any, label: str, depth: int, library: int) -> None:
         """Follow an object, which may do anything where it is looked at."""
         try:
-            follow = next((follow for kinds, follow in _BY_TYPE if isinstance(value, kinds)), ReachableValues._object)
+            follow = _BY_EXACT_TYPE.get(type(value)) or next(
+                (follow for kinds, follow in _BY_TYPE if isinstance(value, kinds)), ReachableValues._object
+            )
             follow(self, value, label, depth + 1, library)
             if follow in _BY_CONTENTS:
                 self._named_attributes(value, label, depth + 1, library)
@@ -350,14 +353,15 @@ class ReachableValues(CodeWalk):
         write = (lambda values: write_mapping(mapping, values)) if isinstance(mapping, dict) else None
         read = lambda: [*mapping.keys(), *mapping.values()]  # noqa: E731
         names = [_name_of_key(key, place) for place, key in enumerate(mapping)] if len(mapping) <= MAX_LABELS else []
-        labels = [*[label] * len(names), *(f"{label}[{name}]"[:200] for name in names), label]
+        labels = ItemLabels(label, names, num_keys=len(names))
         self._hold(labels, read, write, is_of_model=self._is_in_model, is_mapping=True, owner=id(mapping))
         if self._may_follow(mapping, mapping.values(), label):
             for place, (key, value) in enumerate(list(mapping.items())):
-                name = _name_of_key(key, place)
-                self.visit(value, f"{label}[{name}]"[:200], depth, library)
-                if not is_installed(type(key).__module__):  # an object of the user's, whose attributes may change
-                    self.visit(key, f"the key {name} of {label}"[:200], depth, library)
+                if type(value) not in EXACT:  # as in `_sequence`
+                    self.visit(value, f"{label}[{_name_of_key(key, place)}]"[:200], depth, library)
+                # An object of the user's, whose attributes may change.
+                if type(key) not in EXACT and not is_installed(type(key).__module__):
+                    self.visit(key, f"the key {_name_of_key(key, place)} of {label}"[:200], depth, library)
         if isinstance(mapping, collections.defaultdict):
             self.visit(mapping.default_factory, f"the default of {label}", depth, library)
         self._attributes(mapping, label, depth, library)
@@ -365,8 +369,7 @@ class ReachableValues(CodeWalk):
     def _sequence(self, sequence: Any, label: str, depth: int, library: int) -> None:
         if not isinstance(sequence, tuple):
             write = lambda values: write_sequence(sequence, values)  # noqa: E731
-            places = range(len(sequence)) if len(sequence) <= MAX_LABELS else ()
-            labels = [*(f"{label}[{place}]" for place in places), label]
+            labels = ItemLabels(label, range(len(sequence)) if len(sequence) <= MAX_LABELS else ())
             self._hold(labels, lambda: list(sequence), write, is_of_model=self._is_in_model, owner=id(sequence))
         if self._may_follow(sequence, sequence, label):
             for number, value in enumerate(list(sequence)):
@@ -571,6 +574,12 @@ _BY_TYPE: tuple[tuple[Any, Callable[..., None]], ...] = (
 )
 
 
+_BY_EXACT_TYPE: dict[type, Callable[..., None]] = {
+    dict: ReachableValues._mapping,  # noqa: SLF001
+    list: ReachableValues._sequence,  # noqa: SLF001
+    tuple: ReachableValues._sequence,  # noqa: SLF001
+}
+"""For the frequent types: a data set may have thousands of such objects."""
 _BY_CONTENTS = frozenset(
     {
         ReachableValues._partial,  # noqa: SLF001

@@ -168,7 +168,7 @@ class PythonStateGuard:
     @property
     def digest(self) -> str:
         """Digest of the plain values noted and of the contents of tensors; equal for steps of trials that read the same."""
-        parts = [(holder.labels, holder.plain_parts(self._mode_of_model)) for holder in self._holders]
+        parts = [([*holder.labels], holder.plain_parts(self._mode_of_model)) for holder in self._holders]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def change(self, *, by_step: bool = False, beside_model: bool = False) -> str | None:

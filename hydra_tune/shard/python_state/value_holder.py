@@ -24,7 +24,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -55,6 +55,36 @@ _MAX_NAMED = 4096  # values of a container that are looked at one by one
 Values = Sequence[Any]
 Undo = Callable[[], bool]
 """Puts values back, and returns whether all values could be put back."""
+
+
+class ItemLabels(Sequence[str]):
+    """Labels of a container's values, made when asked for; a data set may have thousands of containers.
+
+    Args:
+        label: the container in words; also the last label, for values beyond.
+        names: of the items, in words.
+        num_keys: number of keys, which come before the items and have the container's label.
+    """
+
+    __slots__ = ("_label", "_names", "_num_keys")
+
+    def __init__(self, label: str, names: Sequence[object], num_keys: int = 0) -> None:
+        self._label, self._names, self._num_keys = label, names, num_keys
+
+    def __len__(self) -> int:
+        return self._num_keys + len(self._names) + 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        place = range(len(self))[index] - self._num_keys
+        return f"{self._label}[{self._names[place]}]"[:200] if 0 <= place < len(self._names) else self._label
 
 
 class ValueHolder:

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import inspect
 import itertools
+import logging
 import multiprocessing
 import os
 import queue
@@ -735,3 +736,13 @@ def test_a_walk_prints_no_key():
 
     walk = walked({"kept": {"state": optimizer.state}}, None, keeps_tensors=False)
     assert walk.holders
+
+
+def test_a_librarys_logger_does_not_lead_to_all_loggers_of_the_process():
+    """Their number makes a walk long, and no code reads them by its own logger."""
+    trainer_utils = pytest.importorskip("transformers.trainer_utils")
+    logger, other = logging.getLogger("of the library"), logging.getLogger("of another library")
+    collator = trainer_utils.RemoveColumnsCollator(list, [], logger)
+    walk = walked({"collate_fn": collator}, None, keeps_tensors=False)
+    assert id(logger) in walk.seen
+    assert id(other) not in walk.seen
