@@ -85,6 +85,7 @@ from hydra_tune.train.trial import Trial
 
 T = TypeVar("T")
 
+_ANSWER_SECONDS = 5.0  # for another thread to answer a report
 _LOOK_SECONDS = 0.1  # between checks during a wait for an end that may never come
 
 
@@ -593,12 +594,13 @@ class Pool:
         try:
             trial = record.trial
             # Otherwise the trial itself serves the request, at the end of its step.
-            if trial is not None and trial.may_be_saved:
+            may_be_saved = trial is not None and trial.may_be_saved
+            if trial is not None and may_be_saved:
                 keeper.answer(trial)
-            else:
-                refuse_saving(job)
         finally:
             record.turn.release()
+        if not may_be_saved:
+            refuse_saving(job, waiting_for, until)
 
     def _record_of(self, job: Job) -> JobState | None:
         with hold_interrupts(), self.changed:
@@ -728,18 +730,24 @@ class Pool:
         torch.set_num_threads(self._intraop_threads)
 
 
-def refuse_saving(job: Job) -> None:
-    """Refuse to save a job now that cannot be saved as is, where somebody else has to let the job go on first."""
-    if job.state == "waiting":
-        raise CheckpointError(
-            f"{job.name!r} waits at a report from which it could not be resumed: within a pass whose data cannot be drawn "
-            "again from the middle, or at loop.step(may_resume=False). Answer the report first, and save the job later, or "
-            "report where it can be resumed, as with report_every='epoch'"
-        )
-    if job.paused:
+def refuse_saving(job: Job, waiting_for: "Future[Any] | None", until: float) -> None:
+    """Refuse to save a job that somebody else has to let go on first; arguments as of `Pool.answer`."""
+    if job.paused and job.state != "waiting":
         raise CheckpointError(
             f"{job.name!r} is paused within a step, and a job can be saved only between two steps; unpause() it first"
         )
+    # Another thread may be about to answer the report, but not the caller's, if that thread answers the reports.
+    last_step, patience = -1, 0.0
+    while waiting_for is not None and job.state == "waiting" and not waiting_for.done() and time.monotonic() < until:
+        if (step := job.progress.step) != last_step:
+            last_step, patience = step, time.monotonic() + _ANSWER_SECONDS
+        elif time.monotonic() > patience:
+            raise CheckpointError(
+                f"{job.name!r} waits at a report from which it could not be resumed: within a pass whose data cannot be drawn "
+                "again from the middle, or at loop.step(may_resume=False). Answer the report first, and save the job later, or "
+                "report where it can be resumed, as with report_every='epoch'"
+            )
+        time.sleep(_LOOK_SECONDS)
 
 
 def _has_turn(record: JobState, waiting_for: "Future[Any] | None", until: float) -> bool:

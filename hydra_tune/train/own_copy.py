@@ -46,7 +46,8 @@ def own_copy(module: _Module, *, is_own: bool = False) -> _Module:
                 "hooks; build all parts anew in the function that makes the model"
             )
     copied = copied_model(module, {**frozen})
-    place = place_of(copied, [part for part in parts_of(module) if id(part) not in frozen])
+    own = set(map(id, parts_of(copied)))  # a module that copies itself as the same object shares its parts
+    place = place_of(copied, [part for part in parts_of(module) if id(part) not in frozen and id(part) not in own])
     if place is not None:
         raise TaskError(
             f"{place} holds a part of the model that each trial copies, by a global variable or an object that cannot be "

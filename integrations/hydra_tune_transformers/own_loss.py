@@ -161,7 +161,7 @@ class OwnLoss:
         for attribute in (*changed, *stateful, *(set(vars(owner)) - names)):
             _refuse_write(owner, attribute)
         for variable in variables if num_calls & (num_calls - 1) == 0 else ():
-            if (label := variable.change(by_step=True)) is not None:
+            if (label := variable.change(by_step=True)) is not None and not _has_grown(variable):
                 _refuse_change(owner, label)
         if any(isinstance(each, GatheredMetric) for each in (value if isinstance(value, tuple) else (value,))):
             raise TaskError(
@@ -389,6 +389,16 @@ def _variables(kind: type) -> list[ValueHolder]:
     holders = walked(functions, None, keeps_tensors=False, is_lenient=True).holders
     # Libraries set variables of the environment at any time.
     return [holder for holder in holders if "the environment" not in holder.labels]
+
+
+def _has_grown(holder: ValueHolder) -> bool:
+    """Whether a dict has only got further keys, such as a cache that is filled when first read; notes the dict anew."""
+    if not holder.is_mapping:
+        return False
+    before, values = holder.noted, holder.read()
+    old, new = (dict(zip(each[: len(each) // 2], each[len(each) // 2 :], strict=True)) for each in (before, values))
+    holder.noted = values
+    return all(key in new and new[key] is value for key, value in old.items())
 
 
 def _state_around(loss: nn.Module, model: nn.Module) -> list[object]:

@@ -15,6 +15,7 @@ lets the new `Trainer` seed the process's streams. The module must not know shar
 
 import math
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ from hydra_tune_transformers.loss import ItemCount, TrainerStep, draw_together
 from hydra_tune_transformers.optimizer import NamedGroups, recipe_of
 from hydra_tune_transformers.own_loss import own_loss_of
 from hydra_tune_transformers.refusals import refusals
+
+_MAKING = threading.RLock()
+"""Held while a `Trainer` is made: a new `Trainer` sets up anew what accelerate keeps for the process."""
 
 
 def task_from_trainer(make_trainer: Callable[[], Trainer]) -> TrainTask:
@@ -95,14 +99,15 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
 @contextmanager
 def own_random_state() -> Iterator[None]:
     """Put the process's random streams back after the block, because a `Trainer` seeds the streams; GPU streams stay out."""
-    state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global stream
-    # No GPU streams: by default torch initializes every GPU of the machine to read its stream.
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            np.random.set_state(numpy_state)  # noqa: NPY002 - as above
+    with _MAKING:
+        state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global stream
+        # No GPU streams: by default torch initializes every GPU of the machine to read its stream.
+        with torch.random.fork_rng(devices=[]):
+            try:
+                yield
+            finally:
+                random.setstate(state)
+                np.random.set_state(numpy_state)  # noqa: NPY002 - as above
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,8 @@ class _TrainersModel:
     make_trainer: Callable[[], Trainer]
 
     def __call__(self) -> nn.Module:
-        trainer = self.make_trainer()
+        with _MAKING:
+            trainer = self.make_trainer()
         installed.align_special_tokens(trainer.model, trainer.processing_class)
         return module_of(trainer)
 

@@ -1063,6 +1063,21 @@ def smoothing():
     return torch.tensor(SETTINGS["scale"])
 
 
+CACHE = {}
+
+
+class CachingInAGlobal(Trainer):
+    """Fills a cache when the cache is first read."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if "weights" not in CACHE:
+            CACHE["weights"] = torch.tensor([1.0, 2.0, 3.0])
+        outputs = model(**inputs)
+        labels = inputs["labels"].view(-1)
+        loss = torch.nn.functional.cross_entropy(outputs.logits.view(-1, 3), labels, weight=CACHE["weights"])
+        return (loss, outputs) if return_outputs else loss
+
+
 class CachingInAFunction(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -1225,8 +1240,9 @@ def test_a_loss_that_reads_or_changes_the_training_fails_by_name(tmp_path, kind,
     assert message in str(result.error)
 
 
-def test_a_loss_may_read_globals_and_keep_results_of_functions(tmp_path):
-    task = task_from_trainer(making(tmp_path, trainer_class=CachingInAFunction))
+@pytest.mark.parametrize("kind", [CachingInAFunction, CachingInAGlobal])
+def test_a_loss_may_read_globals_and_keep_results_of_functions(tmp_path, kind):
+    task = task_from_trainer(making(tmp_path, trainer_class=kind))
     with HydraExecutor("cpu:1") as pool:
         (result,) = pool.run([task])
     assert result.status == "completed"

@@ -180,7 +180,7 @@ class _YamlDocumentBuilder:
         return dict(self._pairs(node, path))
 
     def _merge(self, node: yaml.MappingNode) -> None:
-        """Replace `<<` of a map by the pairs of the maps there: own pairs count first, then those of a list's earlier maps.
+        """Replace `<<` of a map by the pairs of the maps there: own pairs count first, then those of earlier maps.
 
         PyYAML's `flatten_mapping` has no limit up to 6.0.3, and may prefer pairs of later maps in 6.0.4.
 
@@ -194,7 +194,7 @@ class _YamlDocumentBuilder:
         sources: list[yaml.Node] = []
         for key, value in node.value:
             if key.tag == _MERGE_TAG:
-                sources += reversed(value.value) if isinstance(value, yaml.SequenceNode) else [value]
+                sources += value.value if isinstance(value, yaml.SequenceNode) else [value]
         node.value = own = [pair for pair in node.value if pair[0].tag != _MERGE_TAG]
         pairs: dict[object, tuple[yaml.Node, yaml.Node]] = {}
         for source in sources:
@@ -206,7 +206,8 @@ class _YamlDocumentBuilder:
             self._merge(source)
             self.num_merged += len(source.value)
             self._check_number(self.num_merged, source)
-            pairs.update((_key_of(pair), pair) for pair in source.value)
+            for pair in source.value:
+                pairs.setdefault(_key_of(pair), pair)
         pairs.update((_key_of(pair), pair) for pair in own)
         node.value = list(pairs.values())
 

@@ -213,8 +213,9 @@ class FusedPool:
             if entry is None or entry.keeper is None:
                 return
             group, carrier, member = self._table.group_of(entry), entry.carrier, entry.trial
-            if job.state == "waiting" and member is not None and not member.may_be_saved:
-                refuse_saving(job)
+            is_refused = job.state == "waiting" and member is not None and not member.may_be_saved
+        if is_refused:
+            refuse_saving(job, waiting_for, until)
         # A group that waits saves on the timer's thread, any other between two of its steps.
         if group is not None:
             group.wake()
@@ -224,7 +225,7 @@ class FusedPool:
         elif member is not None and member.may_be_saved:
             entry.keeper.answer(member)
         else:
-            refuse_saving(job)
+            refuse_saving(job, waiting_for, until)
 
     def _keeper_of(self, job: Job) -> TrialCheckpointer:
         with self._pool.changed:

@@ -9,8 +9,9 @@ original. The module must not import captures, plans or trials.
 
 import copy
 import gc
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from hydra_tune.shard.python_state.code_names import global_names, is_installed
 
-_LEAVES = (type, ModuleType, CodeType, Tensor)
+_LEAVES = (type, ModuleType, CodeType, Tensor, logging.Logger, logging.Handler)
 _FOLLOWED_GLOBALS = (nn.Module, Tensor, FunctionType, MethodType, BuiltinMethodType, partial, list, tuple, dict)
 """Classes of global variables that a function's copy may call; other objects have settings that a copy may share."""
 
@@ -68,10 +69,16 @@ def functions_copied(model: nn.Module, memo: Mapping[int, Any]) -> Iterator[dict
     yield memo
 
     def own(value: Any) -> Any:
-        if id(value) in holding or id(value) in parts:
-            with suppress(Exception):  # an object that cannot be copied raises anything
-                return copy.deepcopy(value, memo)
-        return value
+        if id(value) not in holding and id(value) not in parts:
+            return value
+        known = set(memo)
+        try:
+            return copy.deepcopy(value, memo)
+        except Exception:  # noqa: BLE001 - an object that cannot be copied raises anything
+            # A copy enters the memo before its attributes are there.
+            for key in memo.keys() - known:
+                del memo[key]
+            return value
 
     for cell in cells:
         memo[id(cell)].cell_contents = own(cell.cell_contents)

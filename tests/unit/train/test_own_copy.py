@@ -2,7 +2,10 @@
 
 import copy
 import functools
+import logging
+import logging.handlers
 import pickle
+import threading
 import types
 
 import pytest
@@ -233,3 +236,45 @@ def test_functions_of_a_copy_go_on_sharing_their_variables():
     x = torch.ones(1, 2)
     assert torch.equal(copied(x), copied[1](x))
     assert torch.equal(model(x), model[0](x))
+
+
+class Recorder:
+    def __init__(self, model):
+        self.model, self.scale, self.lock = model, 2.0, threading.Lock()
+
+    def hook(self):
+        return lambda module, args, output: output * self.scale
+
+
+def test_hooks_share_an_object_that_cannot_be_copied():
+    """The copy that `copy.deepcopy` had begun has no attributes."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    recorder = Recorder(model)
+    for part in model:
+        part.register_forward_hook(recorder.hook())
+    x = torch.ones(1, 2)
+    assert torch.equal(copied_model(model)(x), model(x))
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.ones(2))
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def test_a_logger_and_a_module_that_copies_itself_as_the_same_object_may_be_shared():
+    model = nn.Sequential(nn.Linear(2, 2), Table())
+    mark_seen(model)
+    handler = logging.handlers.MemoryHandler(100)
+    model[0].logger = logging.getLogger("of a model")
+    model[0].logger.addHandler(handler)
+    model[0].logger.warning("%s", model)
+    try:
+        copied = own_copy(model)
+        assert copied[0].weight is not model[0].weight
+        assert copied[1] is model[1]
+    finally:
+        model[0].logger.removeHandler(handler)

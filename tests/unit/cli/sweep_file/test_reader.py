@@ -485,6 +485,16 @@ def test_own_keys_come_before_merged_ones_and_those_of_earlier_maps_before_later
     assert [spec.parameters[name] for name in "abde"] == [IntDomain(low=1, high=high) for high in (3, 3, 5, 5)]
 
 
+def test_merged_keys_keep_the_order_of_the_file(read):
+    """A seeded search draws the parameters in their order."""
+    parameters = (
+        "parameters:\n  <<: [{b: {min: 1, max: 2}, a: {min: 1, max: 2}}, {b: {min: 3, max: 4}, c: {min: 1, max: 2}}]\n"
+    )
+    spec = read(GOOD + parameters + "  a: {min: 5, max: 6}\n")
+    assert list(spec.parameters) == ["b", "a", "c"]
+    assert [domain.low for domain in spec.parameters.values()] == [1, 5, 1]
+
+
 def test_what_is_merged_has_to_be_a_map(problems):
     assert problems(GOOD + "parameters:\n  a: {<<: [{min: 1}, 3], max: 3}\n") == [
         "space.yaml:5:22: '<<' takes a map or a list of maps, not !!int"

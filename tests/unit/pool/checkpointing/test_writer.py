@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from hydra_tune import load_module
+from hydra_tune import Reported, load_module
 from hydra_tune.checkpoint import files
 from hydra_tune.checkpoint.every import CheckpointInterval, parse_every
 from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
@@ -479,8 +479,9 @@ def drawn_anew():
 
 
 @pytest.mark.parametrize("options", [{}, {"fusion": "on", "fusion_size": 2}], ids=["alone", "fused"])
-def test_a_save_at_a_report_that_cannot_be_resumed_is_refused_at_once(tmp_path, options):
+def test_a_save_at_a_report_that_cannot_be_resumed_is_refused(tmp_path, options, monkeypatch):
     """The thread that answers the reports would wait for itself."""
+    monkeypatch.setattr("hydra_tune.pool.pool._ANSWER_SECONDS", 0.0)
     described = [task(train=drawn_anew, epochs=2, report_every=2, seed=seed) for seed in (1, 2)]
     with running(devices="cpu:1", checkpoint_dir=tmp_path / "saved", max_concurrent=2, **options) as pool:
         events = pool.events()
@@ -500,3 +501,20 @@ def test_a_save_at_a_report_that_cannot_be_resumed_is_refused_at_once(tmp_path, 
             assert job.result().status == "completed"
             if not options:
                 assert against_plain(one, job.result()) == []
+
+
+def test_a_save_waits_for_another_thread_to_answer_reports(tmp_path):
+    described = task(train=drawn_anew, epochs=3, report_every=1)
+    with running(devices="cpu:1", checkpoint_dir=tmp_path / "saved") as pool:
+        events = pool.events()
+        job = pool.submit(described, "trial", events)
+
+        def answer():
+            while isinstance(events.get(PATIENCE_SECONDS), Reported):
+                job.proceed()
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert generations(job.checkpoint(PATIENCE_SECONDS))
+        assert job.result(PATIENCE_SECONDS).status == "completed"
+        answering.join()
