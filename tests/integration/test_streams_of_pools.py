@@ -13,6 +13,7 @@ from hydra_tune import Reported, train_plain
 from hydra_tune.devices.cuda import CudaDevice
 from hydra_tune.pool.job import OVER
 from hydra_tune.pool.runtime import settings
+from hydra_tune.pool.runtime.worker import Worker
 from tests.support.gathered import gather
 from tests.support.streams import HASTES, LATE, Gpus
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
@@ -80,6 +81,8 @@ def test_groups_that_make_room_for_each_other_step_several_times_in_a_unit(pool_
         ]
 
     tasks = [*members(40), *members(42), *members(43), *members(44)]
+    turns, run_pending = [], Worker._run_pending
+    monkeypatch.setattr(Worker, "_run_pending", lambda *given: turns.append(given) or run_pending(*given))
     gather(monkeypatch, lambda count: count >= len(tasks))
     with pool_of([180 << 10], num_shards=None, max_concurrent=8, fusion="on", fusion_size=2) as pool:
         events = pool.events()
@@ -99,4 +102,5 @@ def test_groups_that_make_room_for_each_other_step_several_times_in_a_unit(pool_
         for name, tensor in train_plain(one).state_dict().items():
             torch.testing.assert_close(result.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
     assert device.bytes_out > 0
-    assert device.units < 4 * 2 * 36, "each step of the four groups would be two units"
+    assert device.units == 4 * 2 * 2 * 36, "those of each trial"
+    assert len(turns) < 4 * 2 * 36, "each step of the four groups would be two units"
