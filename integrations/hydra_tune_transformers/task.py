@@ -188,13 +188,6 @@ def task_of(
     if trainer.model_init is not None:
         set_seed(args.seed)  # as train(), before it makes the loader, whose order goes by the seed
     prepared = trainer.get_train_dataloader()
-    if len(prepared) % args.gradient_accumulation_steps and installed.skips_rest():
-        reason = (
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps} in epochs of {len(prepared)} batches, whose rest "
-            f"the Trainer of transformers {transformers.__version__} does not train: choose a number that divides the "
-            "batches, or install transformers>=4.52"
-        )
-        raise RefusedTrainerError([reason])
     length = _Length.of(args, len(prepared))
     try:
         param_groups, optimizer = recipe_of(trainer.create_optimizer(), module)
@@ -257,7 +250,18 @@ class _Length:
 
     @classmethod
     def of(cls, args: Any, batches: int) -> "_Length":
-        """Return the length that `Trainer` computes for a loader of some batches."""
+        """Return the length that `Trainer` computes for a loader of some batches.
+
+        Raises:
+            RefusedTrainerError: the installed `Trainer` leaves out the last batches of an epoch.
+        """
+        if batches % args.gradient_accumulation_steps and installed.skips_rest():
+            reason = (
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps} in epochs of {batches} batches, whose rest "
+                f"the Trainer of transformers {transformers.__version__} does not train: choose a number that divides the "
+                "batches, or install transformers>=4.52"
+            )
+            raise RefusedTrainerError([reason])
         each = max(-(-batches // args.gradient_accumulation_steps), 1)
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * each)
         whole, rest = divmod(steps, each)

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from hydra_tune.shard.python_state.code_names import global_names, is_installed
 
 _LEAVES = (type, ModuleType, CodeType, Tensor, logging.Logger, logging.Handler)
+_CONTAINERS = (dict, list, tuple, set)
+_MOST_ITEMS = 4096  # a longer container holds data or a vocabulary, and a walk through all of the items takes seconds
 _FOLLOWED_GLOBALS = (nn.Module, Tensor, FunctionType, MethodType, BuiltinMethodType, partial, list, tuple, dict)
 """Classes of global variables that a function's copy may call; other objects have settings that a copy may share."""
 
@@ -130,9 +132,9 @@ def _holding(root: object, parts: Collection[int]) -> dict[int, Any]:
     return holding
 
 
-def _held(value: object) -> list[Any]:
+def _held(value: Any) -> list[Any]:
     """Return the objects that an object holds and that may hold others, and a function's global variables."""
-    if issubclass(type(value), _LEAVES):
+    if issubclass(type(value), _LEAVES) or (type(value) in _CONTAINERS and len(value) > _MOST_ITEMS):
         return []
     held = gc.get_referents(value)
     if isinstance(value, FunctionType):
