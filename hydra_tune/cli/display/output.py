@@ -69,7 +69,7 @@ class SweepOutput:
 
     @contextmanager
     def showing(self, snapshot: Callable[[], SweepView]) -> Iterator[None]:
-        """Show the sweep within the block; the views call `snapshot` from other threads."""
+        """Show the sweep within the block; the views call `snapshot` on another thread, the live view first on this thread."""
         if self._live:
             # Read by `note` and `abandon` on the thread that listens to signals.
             self._is_shown = True

@@ -2,9 +2,9 @@
 
 `read_sweep_file` (`reader.py`) makes the `SweepSpec` at the start of a command. `cli/run/sweep_run.py` then makes the
 pool with the options in the `SweepSpec`, and `integrations/hydra_tune_optuna/sweep.py` the study; `cli/run/cluster.py` and
-`integrations/hydra_tune_ray/sweep.py` run the sweep on Ray. `cli/dry_run/` and `cli/inspect/` read a `SweepSpec`, too.
-Options of the command line make another `SweepSpec` (`options.py`, `overrides.py`, `cli/dry_run/planning.py`). The module
-must know neither YAML nor any tuner, and must not load torch.
+`integrations/hydra_tune_ray/sweep.py` run the sweep on Ray. `cli/display/`, `cli/dry_run/` and `cli/inspect/` read a
+`SweepSpec`, too. Options of the command line make another `SweepSpec` (`options.py`, `overrides.py`,
+`cli/dry_run/planning.py`). The module must know neither YAML nor any tuner, and must not load torch.
 """
 
 from collections.abc import Mapping

@@ -89,7 +89,7 @@ def open_device(
 def open_planned_devices(
     devices: str, device_memory: str | int | None, link_bandwidth: str | int | None
 ) -> list[Device]:
-    """Open devices for planning; CPU devices stand in for missing or smaller devices, and take no memory.
+    """Open devices for planning; CPU devices, which take no memory, stand in for devices that `open_devices` refuses.
 
     Args:
         devices: as of `open_devices`; stand-ins need a text with a count of devices ("cuda:0,1", "cpu:8").
@@ -97,7 +97,7 @@ def open_planned_devices(
         link_bandwidth: as of `open_devices`.
 
     Raises:
-        ConfigError: not a device text, or missing devices without possible stand-ins.
+        ConfigError: not a device text, or refused devices without possible stand-ins.
     """
     try:
         return open_devices(devices, device_memory, link_bandwidth)
