@@ -147,7 +147,7 @@ class BestWeights:
                 self._changed.wait(_POLL_SECONDS)
 
     def failures(self) -> list[tuple[int, str]]:
-        """Return the failures since the last call: the number of a trial, and why its weights, or a removal, failed."""
+        """Return the failures since the last call: a trial's number, and why writing the weights, or a removal, failed."""
         with self._changed:
             failures, self._failures = self._failures, []
         return failures

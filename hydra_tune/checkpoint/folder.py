@@ -14,7 +14,8 @@ Without a manifest a generation does not exist; the next opener of the folder re
 tuner, and must pickle nothing.
 
 Note: locks. The lock of the folder (`lock.py`) keeps other openers out, not other threads of the holder:
-`TrialCheckpointer` calls `write` and `keep` on its writer thread alone. `generations` and `load_checkpoint` take no lock.
+`TrialCheckpointer` calls `write` and `keep` on the pool's writer thread alone. `generations` and `load_checkpoint` take no
+lock.
 """
 
 import contextlib

@@ -30,7 +30,7 @@ def masked(text: str) -> str:
 
 
 def command_of(context: click.Context) -> str:
-    """Command that runs the same sweep again: the file and the typed options but for those of one run, passwords masked."""
+    """Command that runs the same sweep again: the file and the typed options, without options of one run and passwords."""
     words = ["hydra-tune", str(context.info_name)]
     for parameter in context.command.params:
         name = str(parameter.name)

@@ -1,7 +1,7 @@
 """The task of space.yaml: a small classifier of two spirals. Put your own model and data in their places.
 
-`hydra-tune init` copies this file. `hydra-tune check`, `hydra-tune plan` and `hydra-tune sweep` import the file, and call
-`build` with the parameters of each trial. The import must train nothing: every one of these commands begins with the import.
+`hydra-tune init` copies the file. `hydra-tune check`, `hydra-tune plan` and `hydra-tune sweep` import the file, and call
+`build` with the parameters of a trial. The import must train nothing, because each command begins with the import.
 """
 
 import math

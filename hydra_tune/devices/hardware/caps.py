@@ -1,7 +1,8 @@
 """Cap of the caching allocator on each GPU: the sum of the open devices' shares, and the user's old cap afterwards.
 
 `discovery.py` adds a device's share when a GPU device is opened (`capped`); `CudaDevice` (`devices/cuda.py`) asks `is_alone`
-before a unit is measured, and takes its share back when the device is closed. The first device replaces the user's cap.
+before a unit is measured, and takes the share back when the device is closed. The first device's share replaces the user's
+cap.
 
 Note: locks. `capped` and the function that `capped` returns change the cap under `_LOCK`; `is_alone` takes no lock. The
 module must not hold memory for trials.
