@@ -127,7 +127,7 @@ class _ContiguousParameters:
 
 
 class BatchedOptimizer(StackedOptimizer):
-    """Steps all members at once, with few operators over all parameters of a shard.
+    """Steps all members at once, with few operators over all parameters that lie together in memory.
 
     Reads the members' optimizers, and writes there nothing but torch's mark of a step (`_opt_called`).
     """

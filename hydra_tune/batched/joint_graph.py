@@ -177,7 +177,7 @@ def traced(
     place: torch.device | None = None,
     is_scaled: bool = False,
 ) -> JointTrace | None:
-    """Trace a shard whose only output is the loss; return None if the shard draws otherwise than dropout (`noting`).
+    """Trace a shard whose only output is the loss; return None if the shard has draws that cannot be made ahead (`noting`).
 
     Args:
         run: the stacked shard.
@@ -272,7 +272,7 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> T
 
 
 def _drawn(run: Any, fakes: Sequence[Tensor], mode: FakeTensorMode) -> Sequence[HoistedDraw] | None:
-    """Return the draws that a shard makes, in order; None if a draw is no dropout's."""
+    """Return the draws that a shard makes, in order; None if a draw cannot be made before the graph runs."""
     with mode, torch.no_grad(), noting() as tape:
         run(*fakes)
     return tape.found if tape.is_hoistable else None
