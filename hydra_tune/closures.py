@@ -10,7 +10,7 @@ that no checkpoint holds, and `train/data/loader_copies.py` searches the variabl
 trials would share.
 
 Note: the module knows nothing of tasks, and must neither call nor compare a user's objects: objects other than simple
-values are compared by identity. A copied or unpickled task has no snapshot, because a snapshot holds the functions.
+values are compared by identity. A copied or unpickled task has no snapshot (`task.py`).
 """
 
 import dis

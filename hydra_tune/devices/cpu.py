@@ -4,7 +4,7 @@
 `train/timing/step_timing.py` and `shard/cost/eager_pilot.py` open further devices for the length of a measurement.
 `fusion/runtime/planned_executor.py` sends planned copies over the simulated link of a `CpuDevice`, and `host_of`
 (`fusion/runtime/profiling_device.py`) asks for the link's bandwidth. `WeightlessDevice` (`weightless.py`) and
-`shard/verify/step_outcome.py` use the same `DefaultCpuGenerator`. The module must not know blocks, models or trials.
+`shard/verify/step_outcome.py` use `DefaultCpuGenerator`, too. The module must not know blocks, models or trials.
 
 Note: links. A device with a limited link has a single link for all copies. A copy from another device occupies the links
 of both devices at the same time, for as long as the slower link needs. Every thread takes links in the same order, so two
