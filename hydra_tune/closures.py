@@ -4,13 +4,13 @@ A Python function keeps the variables of its surroundings, not their values. In 
 tasks.append(TrainTask(model=lambda: net(width), ...))` every model is built with the last width, because the models are
 built after the loop. `TrainTask` (`task.py`) takes a `ClosureSnapshot` when a task is made, and `build_model`
 (`train/building.py`) logs the changes when a trial builds its model. `LoopTask` (`loop_task.py`) takes a snapshot of its
-loop; `LoopTrial` (`train/own_loop/loop_trial.py`) and `train_plain` (`train/own_loop/plain.py`) log the changes before the
+loop; `LoopTrial` (`train/own_loop/loop_trial.py`) and `PlainLoop` (`train/own_loop/plain.py`) log the changes before the
 loop runs. `train/checkpoint/trial_checkpoint.py` searches the variables of a task (`enclosed_parts`) for averaged weights
 that no checkpoint holds, and `train/data/loader_copies.py` searches the variables of a data callable for loaders that
 trials would share.
 
 Note: the module knows nothing of tasks, and must neither call nor compare a user's objects: objects other than simple
-values are compared by identity.
+values are compared by identity. A copied or unpickled task has no snapshot (`task.py`).
 """
 
 import dis
@@ -61,7 +61,7 @@ class ClosureSnapshot:
         }
 
     def changed(self) -> list[ClosureChange]:
-        """List the variables changed since the snapshot, except variables that the functions assign themselves."""
+        """List the variables changed since the snapshot, except variables of a name that one of the functions assigns."""
         changes = [
             ClosureChange(argument, variable, self._noted[argument, variable][1], _note(value)[1])
             for argument, function in self._functions.items()
@@ -76,7 +76,7 @@ class ClosureSnapshot:
 
 
 def enclosed_parts(given: object, *, with_globals: bool = False) -> Iterator[tuple[str, object]]:
-    """Iterate over a function's closure variables, and the globals that it reads if wanted: names with values.
+    """Iterate over a function's closure variables, and the globals that it reads if wanted (a builtin: None), with names.
 
     A dict, list or tuple gives each of its parts. Partials and bound methods stand for their function, and any other object
     has no parts.

@@ -2,14 +2,17 @@
 
 Before each step of active members the rates are read from the members' own optimizers, where the members' schedulers write.
 Every member has its own step count. `stacked_optimizer` (`fusion/group/stacked_state.py`) makes the optimizer, through
-`group_optimizer` (`per_member_optimizer.py`), when members are stacked; `ModelState` (`train/state/model_state.py`) calls
-`step` in plain steps of the group, planned steps (`fusion/runtime/step_arguments.py`) call `note_step`, and
-`fusion/matching/fusion_key.py` asks for `options_key` before trials are grouped. `planner/trace/optimizer_graph.py` asks
-`is_stackable` before an update is traced. An optimizer without such a form runs member by member (`PerMemberOptimizer`).
-The module must not know groups, trials or plans.
+`group_optimizer` (`per_member_optimizer.py`), when members are stacked; `hand_out` and `put_in` there copy a member's state
+out and in. `ModelState` (`train/state/model_state.py`) calls `step` in plain steps of the group, planned steps
+(`fusion/runtime/step_arguments.py`) call `note_step`, and `GroupTrial` (`fusion/group/group_trial.py`) asks `admits`.
+`fusion/matching/fusion_key.py` asks for `options_key` before trials are grouped, and `planner/trace/optimizer_graph.py`
+asks `is_stackable` before an update is traced. An optimizer without such a form runs member by member
+(`PerMemberOptimizer`, a subclass of `StackedOptimizer`). The module must not know groups, trials or plans.
 
-Note: masks. Whoever steps the group sets `active` first. A step must leave parameters and state of other members at the
-same bits, and `admits` tells whether a new member would change the operators of the present members.
+Note: masks. `GroupExecutor` (`fusion/group/group_executor.py`) sets `active` before a step, and
+`fusion/group/group_step.py` excludes members without finite losses or gradients. A step must leave parameters and state of
+members that are not active at the same bits. `admits` tells whether a new member would change the operators of the present
+members.
 """
 
 from abc import ABC, abstractmethod
@@ -68,7 +71,7 @@ class StackedOptimizer(Optimizer, ABC):
     """The optimizer of a group: steps stacked parameters as the members' own optimizers would step each part.
 
     Args:
-        members: the members' own optimizers, alike except for rates.
+        members: the members' own optimizers, with equal `options_key`.
         groups: stacked parameters of every parameter group, in the members' order.
 
     Attributes:
@@ -111,7 +114,7 @@ class StackedOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return missing state of a stacked parameter, stacked from each member's own; empty before any member's step."""
+        """Return missing state of a stacked parameter, made from each member's own; empty before any member's step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ class _ContiguousParameters:
 
 
 class BatchedOptimizer(StackedOptimizer):
-    """Steps all members at once, with few operators over all parameters of a shard.
+    """Steps all members at once, with few operators over all parameters that lie together in memory.
 
     Reads the members' optimizers, and writes there nothing but torch's mark of a step (`_opt_called`).
     """

@@ -1,9 +1,10 @@
 """Random numbers of stacked members: every member draws from its own generator.
 
 `GroupStreams` (`fusion/group/group_rng.py`) makes the generator of all members for each unit that draws; a stacked
-graph (`fusion/batching/batched_graph.py`) draws node by node, a traced step (`joint_graph.py`) before its run, and a
-planned step (`fusion/runtime/step_arguments.py`) noise by noise. `planner/profile/profiling_interpreter.py` draws from
-generators of its own.
+graph (`fusion/batching/batched_graph.py`, `fusion/batching/rnn_rules.py`, `fusion/batching/per_member_fallback.py`) draws
+node by node, a traced step (`joint_graph.py`) before its run, and a planned step (`fusion/runtime/step_arguments.py`)
+noise by noise. `planner/profile/profiling_interpreter.py` draws from generators of its own, and `joint_graph.py` and
+`planner/trace/unsupported_ops.py` note draws without drawing (`noting`). The module must not know groups, trials or plans.
 
 Note: bits. A member must draw as many numbers as in an unfused run, in the same order and memory layout. A resting member
 draws nothing and gets zeros.

@@ -4,7 +4,7 @@ The parameters of a shard lie in a common buffer (`memory/block.py`). The tensor
 Contiguity is read off the addresses at every step, because blocks move. Operators compute on the gaps too, and values
 in the gaps mean nothing. `BatchedOptimizer` (`batched_optimizer.py`) forms such tensors when a group steps, and
 `update_kernels.py` computes on such tensors. `joint_graph.py` lays the gradients of a traced step out in the same way,
-and `planner/trace/optimizer_graph.py` traces updates of such tensors.
+and `planner/trace/optimizer_graph.py` traces updates of such tensors. The module must not know groups, trials or plans.
 
 Note: two allocations may be neighbours by chance, so a flat tensor must never reach beyond a single storage.
 """
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 MAX_ELEMENTS = 1 << 20
-"""Most elements of a flat tensor, except for larger single tensors: a step makes temporaries of this size."""
+"""Most elements of a flat tensor without its gaps, except for larger single tensors: a step makes temporaries of its size."""
 
 _torch: Any = torch  # torch types its list functions for some kinds of lists only
 
 Numbers = float | Sequence[Tensor]
-"""Factor for a `FlatTensor`: a number, or a tensor for each part that broadcasts to the part."""
+"""Operand for a `FlatTensor`: a number, or a tensor for each part that broadcasts to the part."""
 
 _ALIGNMENT_BYTES = {"cpu": 64, "cuda": 512}
-"""Multiples at which a block's tensors lie (`Device.alignment`): a smaller gap is padding, a larger gap may hold a tensor."""
+"""Multiples at which a block's tensors lie (`Device.alignment`): a smaller gap is padding, any other gap may hold a tensor."""
 
 
 @dataclass(slots=True)

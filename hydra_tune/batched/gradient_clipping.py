@@ -3,8 +3,10 @@
 `GroupGradients` (`fusion/group/group_step.py`) clips just before the optimizer steps; when a step is planned,
 `planner/trace/grad_clip_graph.py` and `planner/trace/optimizer_graph.py` trace the same functions into its graph.
 
+The module must not know groups, trials or plans.
+
 Note: the norm. As in `train/loop/gradient_rules.py`, each tensor has its own norm, and the norm of these norms is the
-global norm.
+global norm. Plain and planned steps must get the same bits, and no member's norm may depend on another member.
 """
 
 from collections.abc import Sequence

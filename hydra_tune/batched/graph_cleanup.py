@@ -2,7 +2,8 @@
 
 `joint_graph.py` applies these passes to each new trace, before the trace runs for the first time: `tidy` first, and if the
 trace has a backward, then `write_in_place` and `overwrite`, and `call_directly` last, because the other passes recognize
-operators by overload.
+operators by overload. `fusion/compile/torch_compile.py` and `planner/trace/step_graph.py` take the trace as `tidy` leaves the
+trace (`JointTrace.pure`). The module must not know groups, trials or plans.
 """
 
 import torch
@@ -71,7 +72,7 @@ def write_in_place(module: fx.GraphModule, first: int) -> tuple[int, ...]:
 
     Args:
         module: the graph, tidied.
-        first: index of the first output to write so, where the producing operator supports an output argument.
+        first: index of the first output to write so, where a product or a sum (`_WRITTEN`) produces the output.
 
     Returns:
         Indices of the outputs written in place, counted from `first`.
@@ -97,7 +98,7 @@ def write_in_place(module: fx.GraphModule, first: int) -> tuple[int, ...]:
 
 
 def call_directly(module: fx.GraphModule) -> None:
-    """Replace a graph's operators by equivalent functions of `torch`, which skip the lookup of an overload."""
+    """Replace the operators of `_DIRECT` by equivalent functions of `torch`, which skip the lookup of an overload."""
     for node in module.graph.nodes:
         if node.op == "call_function":
             node.target = _DIRECT.get(node.target, node.target)
@@ -105,7 +106,7 @@ def call_directly(module: fx.GraphModule) -> None:
 
 
 def overwrite(module: fx.GraphModule) -> None:
-    """Let rectified products, and gradients of such, overwrite products that no other node reads."""
+    """Let rectifiers, and their backward operators, overwrite the products that no other node reads."""
     for node in module.graph.nodes:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or source.target not in (_PRODUCT, _BIASED) or len(source.users) > 1:

@@ -1,8 +1,8 @@
 """`MemberRates`: the members' optimizer options, as a number for each member, or as tensors beside the stacked parameters.
 
-`BatchedOptimizer` (`batched_optimizer.py`) reads the options anew before each plain step, and `UpdateTracer`
-(`planner/trace/optimizer_graph.py`) before each traced and each planned step. `update_kernels.py` computes with the
-options, and chooses between a common float and tensors. The module must not know groups, trials or plans.
+`BatchedOptimizer` (`batched_optimizer.py`) reads the options anew before each plain step of active members, and
+`UpdateTracer` (`planner/trace/optimizer_graph.py`) before each traced and each planned step. `update_kernels.py` computes
+with the options, and chooses between a common float and tensors. The module must not know groups, trials or plans.
 
 Note: bits. A steady option with which some members began differently must never count as begun alike again
 (`begins_alike`), because some operators round differently for a float than for a tensor.

@@ -3,14 +3,14 @@
 In small models most of a step's time is overhead: dispatch through `torch.vmap`, and bookkeeping of autograd. Tracing
 pays for the overhead once, on fake tensors without memory. Random numbers become arguments of the graph: tracing notes
 the draws of a shard, and the numbers are drawn before each run. `fusion/compile/batched_plan.py` traces when a group
-meets a kind of batch for the first time, and its `StackedPlanExecutor` and rounds (`fusion/group/multi_step_unit.py`)
-run the trace. With `fusion_compile`, `fusion/compile/torch_compile.py` compiles a trace, or
-`fusion/compile/cuda_graph_steps.py` records a trace as a CUDA graph. `planner/trace/step_graph.py` traces each step to
-be planned.
+meets a kind of batch for the first time (`fusion/compile/batched_plan_cache.py`), and its `StackedPlanExecutor` and rounds
+(`fusion/group/multi_step_unit.py`) run the trace. With `fusion_compile`, `fusion/compile/torch_compile.py` compiles a trace,
+or `fusion/compile/cuda_graph_steps.py` records a trace as a CUDA graph. `planner/trace/step_graph.py` traces each step to
+be planned. The module must not know groups, trials or plans.
 
-Note: a trace bakes in the number of members, the sizes of the batch, and the kind of device, but holds no tensor of a
-group. The caller holds the capture gate alone (`shard/capture/capture_lock.py`), because tracing changes state of the
-whole process.
+Note: a trace bakes in the number of members, the sizes of the batch, the divisor of the losses, and the kind of device, but
+holds no tensor of a group. The caller holds the capture gate alone (`shard/capture/capture_lock.py`), because tracing
+changes state of the whole process.
 """
 
 import copy
@@ -177,7 +177,7 @@ def traced(
     place: torch.device | None = None,
     is_scaled: bool = False,
 ) -> JointTrace | None:
-    """Trace a shard whose only output is the loss; return None if the shard draws otherwise than dropout (`_HOISTABLE`).
+    """Trace a shard whose only output is the loss; return None if the shard has draws that cannot be made ahead (`noting`).
 
     Args:
         run: the stacked shard.
@@ -272,7 +272,7 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> T
 
 
 def _drawn(run: Any, fakes: Sequence[Tensor], mode: FakeTensorMode) -> Sequence[HoistedDraw] | None:
-    """Return the draws that a shard makes, in order; None if a draw is no dropout's."""
+    """Return the draws that a shard makes, in order; None if a draw cannot be made before the graph runs."""
     with mode, torch.no_grad(), noting() as tape:
         run(*fakes)
     return tape.found if tape.is_hoistable else None

@@ -5,8 +5,8 @@ the update overwrites. Every rate is either common to all members or separate fo
 
 `BatchedOptimizer` (`batched_optimizer.py`) runs these functions for each plain step of a fused group whose optimizers
 `is_stackable` accepts. `UpdateTracer` (`planner/trace/optimizer_graph.py`) traces the same functions as nodes of a graph
-when a step is planned, with subclasses of `StackedParameterUpdate`. The module must not know groups, trials, plans or
-schedulers: rates arrive as numbers or tensors.
+when a step is planned, and runs the functions without tensors to ask for the rates of each planned step, with subclasses of
+`StackedParameterUpdate`. The module must not know groups, trials, plans or schedulers: rates arrive as `MemberRates`.
 
 Note: bits. In float32 and float64 a common float and separate tensors round alike in plain products and sums only (`mul_`,
 `product_`, `add_`). Rates that torch's schedulers change go through `numbers` and these operators, or through `option`,
@@ -28,7 +28,7 @@ from hydra_tune.batched.hyperparameters import MemberRates
 class StackedParameterUpdate:
     """A step of some parameters together; for each member, all of these have taken equally many steps before.
 
-    An update function calls the other methods, and the caller calls `finish` last.
+    An update function calls the other methods, and `BatchedOptimizer` calls `finish` last; a traced step does not.
 
     Args:
         gradient: the gradients, overwritten by the step.

@@ -4,7 +4,8 @@ The system releases a lock however a process ends, so an existing file without a
 ends in order removes the file, unless work is left for another process to continue. A process forked from the owner
 keeps the lock, too, as long as the forked process lives. The module must not know the work, nor models, the pool or a
 tuner. `StudyResumer` (`integrations/hydra_tune_optuna/search/resume_study.py`) makes the file when a search with a
-`checkpoint_dir` begins, claims the trials of dead searches inside `alone`, and closes the file when the search ends.
+`checkpoint_dir` begins, claims the trials of dead searches inside `alone`, asks `has_died` about the owners, and closes the
+file when the search ends.
 """
 
 import contextlib

@@ -104,7 +104,7 @@ class BestWeights:
     ) -> None:
         """Keep the weights of a completed trial if the trial is among the best.
 
-        The call waits for the writing only where so many weights wait that memory would fill up.
+        The call waits for the writing only while more than `_MOST_WAITING` weights wait.
 
         Args:
             number: number of the trial.
@@ -147,7 +147,7 @@ class BestWeights:
                 self._changed.wait(_POLL_SECONDS)
 
     def failures(self) -> list[tuple[int, str]]:
-        """Return the failures since the last call: the number of a trial, and the reason why its weights are not kept."""
+        """Return the failures since the last call: a trial's number, and why writing the weights, or a removal, failed."""
         with self._changed:
             failures, self._failures = self._failures, []
         return failures

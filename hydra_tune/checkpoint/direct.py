@@ -1,4 +1,4 @@
-"""Large files written past the page cache: kept files are not read soon, and copying to the cache costs most CPU time.
+"""Files written past the page cache: kept files are not read soon, and copying to the cache costs most CPU time.
 
 `save_tensors` (`tensors.py`) writes the header and all tensors through `written_directly`. Where the system or the file
 system refuses direct writes, the bytes go through the page cache. The module does not flush the file to the disk, and must

@@ -1,7 +1,8 @@
 """Frequency of checkpoints, as written in programs, sweep files and on the command line.
 
-`pool/checkpointing/writer.py` reads the text when an executor is made, and compares the interval between steps of a
-trial; `cli/commands/sweep.py` and `cli/sweep_file/sweep_model.py` check the text before a sweep begins.
+`pool/checkpointing/writer.py` reads the text when an executor is made (`pool/runtime/settings.py`), and compares the
+interval between steps of a trial; `cli/commands/sweep.py` and `cli/sweep_file/sweep_model.py` check the text before a sweep
+begins. The module must not import torch, because `cli/root.py` imports both.
 """
 
 import contextlib

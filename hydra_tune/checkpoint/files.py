@@ -1,12 +1,15 @@
 """Files to keep: private to the user, and whole or absent whatever happens to the process or the machine.
 
-`alive.py`, `best.py`, `folder.py`, `sweep_folder.py` and `tensors.py` keep their files with these functions, and
-`pool/checkpointing/writer.py` makes the `checkpoint_dir` with `make_private_folder` when an executor is made.
+`alive.py`, `best.py`, `folder.py`, `sweep_folder.py` and `tensors.py` keep their files with these functions, and so does
+`integrations/hydra_tune_optuna/search/resume_study.py` (`write_file`). `pool/checkpointing/writer.py` makes the
+`checkpoint_dir` with `make_private_folder` when an executor is made, and `pool/checkpointing/lookup.py` takes `file_error`.
+The module must not know models, the pool or a tuner, and must not import torch, because `hydra-tune list` looks at folders
+without torch.
 
 Note: atomic writes. The content first goes to a file beside the target, with mode 0600 and a unique name. The file is
-flushed to the disk and renamed over the target, and the folder is flushed as well. A reader of the target finds the old
-content or the new content. A killed process leaves the file beside the target; `remove_leftovers` removes
-the file, on the same machine, once no process has the id of the writer.
+flushed to the disk and renamed over the target, or linked to the name where nothing may be replaced, and the folder is
+flushed as well. A reader of the target finds the old content or the new content. A killed process leaves the file beside
+the target; `remove_leftovers` removes the file, on the same machine, once no process has the id of the writer.
 """
 
 import contextlib

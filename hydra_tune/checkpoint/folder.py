@@ -8,10 +8,14 @@ folders, and `isolation/child.py` and `isolation/parent.py` ask for `generations
 (`pool/checkpointing/lookup.py`) and `train/checkpoint/weights.py` call `load_checkpoint`.
 
 Note: generations. A generation is three files: `00000007.safetensors`, `00000007.json`, and `00000007.manifest`. The
-manifest has the sizes and SHA-256 of the contents of the other two files, and is written last. Without a manifest a
-generation does not exist; the next opener of the folder removes the other files of a killed process. `write` removes an
-old generation only once the new generation is complete. The module must not know models, the pool or a tuner, and must
-pickle nothing.
+manifest has the sizes of the other two files, and SHA-256 sums of the JSON text and of the tensors, and is written last.
+Without a manifest a generation does not exist; the next opener of the folder removes the other files of a killed process.
+`write` removes an old generation only once the new generation is complete. The module must not know models, the pool or a
+tuner, and must pickle nothing.
+
+Note: locks. The lock of the folder (`lock.py`) keeps other openers out, not other threads of the holder:
+`TrialCheckpointer` calls `write` and `keep` on the pool's writer thread alone. `generations` and `load_checkpoint` take no
+lock.
 """
 
 import contextlib
@@ -166,12 +170,12 @@ def generations(folder: Path) -> list[int]:
 
 
 def load_checkpoint(path: Path) -> CheckpointContent:
-    """Read the last good checkpoint of a trial's folder, or the generation of a manifest.
+    """Read the last good checkpoint of a trial's folder, or exactly the generation of a manifest.
 
     If the last generation of a folder cannot be used, the generation before is read, with a warning.
 
     Raises:
-        CheckpointError: there is no checkpoint, or no complete checkpoint.
+        CheckpointError: there is no checkpoint, or none that can be used.
         FileError: the folder, or the files of the given manifest, cannot be read.
     """
     if not path.is_dir():

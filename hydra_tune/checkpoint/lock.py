@@ -3,8 +3,10 @@
 The lock is `flock` on the file `lock` in the folder, so no lock is ever stale: the lock of a dead process is free. A
 process that was forked from the holder holds the lock as well, as long as it lives. `CheckpointFolder` (`folder.py`),
 `SweepFolder` (`sweep_folder.py`) and `SpillFolder` (`memory/host/spill_dir.py`) take the lock when they open their
-folder, and hold the lock until `close`. `pool/checkpointing/lookup.py`, `pool/checkpointing/writer.py` and
-`cli/inspect/run_scan.py` only ask (`is_locked`); `alive.py` tries the lock of a file of its own (`try_lock`).
+folder, and hold the lock until `close`. `check_free` (`sweep_folder.py`), `pool/checkpointing/lookup.py`,
+`pool/checkpointing/writer.py` and `cli/inspect/run_scan.py` only ask (`is_locked`), and `SpillFolder` asks about the
+folders of others; `alive.py` tries the lock of a file of its own (`try_lock`). The module must not import torch, because
+`hydra-tune list` asks for locks without torch.
 """
 
 import fcntl

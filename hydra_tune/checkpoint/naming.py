@@ -1,8 +1,10 @@
 """Folder names for freely chosen names.
 
 `PoolCheckpointWriter` (`pool/checkpointing/writer.py`) names the folder of each submitted trial, `HydraExecutor`
-(`executor.py`) finds that folder again by the name of the trial, and `sweep_folder.py` names the folder of a sweep. Another
-release has to find the folders of this release, so the names must not change.
+(`executor.py`) finds that folder again by the name of the trial, `sweep_folder.py` names the folder of a sweep, and
+`integrations/hydra_tune_optuna/search/resume_study.py` names the file that notes a study. Another release has to find the
+folders of this release, so the names must not change. The module must not import torch, because `hydra-tune list` finds
+folders without torch.
 """
 
 import hashlib

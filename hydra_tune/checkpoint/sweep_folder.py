@@ -4,8 +4,9 @@ The folder holds `lock` (`lock.py`), `sweep.json` with the folder's identity, an
 (`cli/run/sweep_run.py`) holds the folder of a sweep with a `checkpoint_dir` from before the pool opens until the pool has
 been shut down. The Optuna tuner notes the position of the sampler
 (`integrations/hydra_tune_optuna/search/resume_sweep.py`) and earlier failures (`integrations/hydra_tune_optuna/sweep.py`).
-`cli/dry_run/checking.py` asks whether a sweep is being run (`check_free`), and `cli/inspect/run_scan.py` finds sweeps by
-`sweep_path`. The module must not know models, the pool or a tuner.
+`SweepRequest` (`cli/sweep_file/request.py`) carries the folder to the tuner. `cli/dry_run/checking.py` asks whether a sweep
+is being run (`check_free`), and `cli/inspect/run_scan.py` finds sweeps by `sweep_path`. The module must not know models,
+the pool or a tuner, and must not import torch, because `hydra-tune list` finds sweeps without torch.
 """
 
 import json

@@ -2,10 +2,10 @@
 
 Any reader of safetensors reads the files; reading never runs code. This module writes the files itself, because the
 library holds the whole file in memory or writes under a name of its own, without flushing, and loses errno. The library
-does the reading, because the library validates its input. The module knows no models and no trials. `folder.py` saves
-and loads checkpoints through this module, `best.py` saves weights during a search, and `Result.save` (`train/trained.py`),
-`load_module` (`train/checkpoint/weights.py`), `hydra-tune best` and `hydra-tune export` (`cli/run/export.py`) save or load
-weights.
+does the reading, because the library validates its input. The module must not know models, the pool or a tuner. `folder.py`
+saves and loads checkpoints through this module, `best.py` saves weights during a search, and `Result.save`
+(`train/trained.py`), `load_module` (`train/checkpoint/weights.py`), `hydra-tune best` and `hydra-tune export`
+(`cli/run/export.py`) save or load weights. `integrations/hydra_tune_optuna/weights.py` reads the metadata alone.
 
 Note: stored data. Tensors whose ranges of memory overlap form a group, stored once: as the member that covers the whole
 range without gaps, else as a flat stretch under a separate name. Every other member, and a member with strides other than
@@ -137,7 +137,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def load_metadata(path: Path) -> dict[str, str]:
-    """Read the metadata of a safetensors file without its tensors; unlike `load_tensors`, this detects no flipped bits.
+    """Read the metadata of a safetensors file without its tensors; unlike `load_tensors`, check no checksum.
 
     Raises:
         FileError: the file cannot be read, or is not safetensors.

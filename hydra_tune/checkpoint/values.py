@@ -28,7 +28,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     Args:
         value: plain values, tensors, numpy arrays, and containers of such values, to any depth.
         name: name of the value, for tensors and errors.
-        tensors: receives the tensors of the value by name, as the same objects.
+        tensors: receives the tensors of the value by name, as the same objects; a numpy array becomes a copy.
 
     Raises:
         CheckpointError: a part of the value has another type; the message names the part.

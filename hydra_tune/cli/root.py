@@ -31,7 +31,7 @@ _INTERRUPTED = 130
 
 
 class _CommandGroup(click.Group):
-    """The commands: an error of usage is one line on standard error, and errors of usage and Ctrl-C have exit codes."""
+    """The commands: a `ConfigError` is told on standard error without a traceback, and has an exit code, as Ctrl-C has."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -1,11 +1,12 @@
 """Copy threads of a device: a thread for host memory and awaited copies, and threads for background copies.
 
-In addition, a `HostComputeThread` computes on the host while the device computes. `CpuDevice` (`cpu.py`) and
-`CudaDevice` (`cuda.py`) make the threads when a device is opened. `CudaDevice` makes the pager's awaited copies on the
-`AwaitedCopyThread`; `CpuDevice` makes such copies on the waiting thread, and only host memory on the `AwaitedCopyThread`.
-Both make the background copies for `memory/prefetch.py` on a `BackgroundCopyThread`. `CpuDevice` and the planner
+In addition, a `HostComputeThread` computes on the host while the device computes, for updates on the host
+(`train/state/host_optimizer.py`). `CpuDevice` (`cpu.py`) and `CudaDevice` (`cuda.py`) make the threads when a device is
+opened. `CudaDevice` makes the pager's awaited copies on the `AwaitedCopyThread`; `CpuDevice` makes such copies on the
+waiting thread, and only host memory on the `AwaitedCopyThread`. Both make the background copies for `memory/prefetch.py` on
+a `BackgroundCopyThread`; `weightless.py` derives copies of a forecast from `BackgroundCopy`. `CpuDevice` and the planner
 (`planner/run/copy_engine.py`) send copies over a `SimulatedLink`, and fused steps (`fusion/runtime/step_arguments.py`,
-`fusion/group/multi_step_unit.py`) bring small tensors to a GPU by `sent`.
+`fusion/group/multi_step_unit.py`) bring small tensors to a GPU by `sent`. The module must not know blocks, models or trials.
 
 Note: background copies. An awaited copy never queues behind a background copy that has not begun: background copies have
 threads of their own, a thread for each direction in which the device can copy at the same time. Copies of the same

@@ -1,17 +1,18 @@
 """`CpuDevice`: a virtual accelerator on the CPU, with its own memory budget and with real copies.
 
-`fusion/runtime/planned_executor.py` and others ask for the simulated link of a `CpuDevice`.
-`devices/hardware/discovery.py` opens CPU devices when a pool starts; `train/timing/step_timing.py` and
-`shard/cost/eager_pilot.py` open further devices for the length of a measurement. `WeightlessDevice` (`weightless.py`) draws
-from the same `DefaultCpuGenerator`. The module must not know blocks, models or trials.
+`devices/hardware/discovery.py` opens CPU devices when a pool starts, and stand-ins when a pool only plans;
+`train/timing/step_timing.py` and `shard/cost/eager_pilot.py` open further devices for the length of a measurement.
+`fusion/runtime/planned_executor.py` sends planned copies over the simulated link of a `CpuDevice`, and `host_of`
+(`fusion/runtime/profiling_device.py`) asks for the link's bandwidth. `WeightlessDevice` (`weightless.py`) and
+`shard/verify/step_outcome.py` use `DefaultCpuGenerator`, too. The module must not know blocks, models or trials.
 
 Note: links. A device with a limited link has a single link for all copies. A copy from another device occupies the links
 of both devices at the same time, for as long as the slower link needs. Every thread takes links in the same order, so two
 devices that copy from each other cannot deadlock.
 
 Note: copying threads. The waiting thread itself makes an awaited copy: waking another thread, and being woken by a
-thread on another core with cold caches, costs a small model a fifth of its step. No torch dispatch mode sees such a
-copy, so a mode that observes operators (the pool's count of a model's allocations, or a mode of the user) never takes
+thread on another core with cold caches, costs a small model a fifth of its step. No torch dispatch mode sees a device's
+copies, so a mode that observes operators (the pool's count of a model's allocations, or a mode of the user) never takes
 host memory for device memory.
 """
 

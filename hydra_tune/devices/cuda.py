@@ -28,9 +28,9 @@ the target waits for the copy on the host, so neither source nor target is relea
 devices on the same GPU, the copy runs on the target's inward stream alone. A background takeover is ordered in the same
 way; a unit that needs the block on the source's device waits for the copy first.
 
-Note: several devices on a GPU. The devices share the caching allocator, whose cap `hardware/caps.py` sets; each device's
-memory belongs to its own compute stream. The devices also share the GPU's default generator: a thread that
-sets the generator, draws, and reads the state again holds the generator's turn.
+Note: several devices on a GPU. The devices share the caching allocator, whose cap `devices/hardware/caps.py` sets; each
+device's memory belongs to its own compute stream. The devices also share the GPU's default generator: a thread that sets the
+generator, draws, and reads the state again holds the generator's turn.
 
 Note: exclusive operations. Emptying the caching allocator affects all GPUs and streams of the process, and fails while
 any thread records a CUDA graph; waiting for a whole GPU fails likewise (`exclusive_allocator`). Lock order: the turn
@@ -209,7 +209,7 @@ class CudaDevice:
         return self._libraries
 
     def reclaim(self) -> int:
-        """Empty the caching allocators of the GPU and of pinned memory; return the GPU's free bytes.
+        """Empty the caching allocators, of all GPUs and of pinned memory; return this GPU's free bytes.
 
         Unused segments go back to the system, and may return in other sizes.
         """

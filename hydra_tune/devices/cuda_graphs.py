@@ -52,7 +52,7 @@ class CudaRecording:
 
     Attributes:
         outputs: tensors that the graph writes.
-        nbytes: size of the graph's memory pool in bytes.
+        nbytes: bytes that the GPU's allocator reserved during the recording, as the size of the graph's memory pool.
     """
 
     def __init__(

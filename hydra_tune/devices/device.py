@@ -1,10 +1,13 @@
 """The `Device` protocol: the whole interface between a device and the rest of the package.
 
 `CpuDevice` (`cpu.py`), `CudaDevice` (`cuda.py`) and `WeightlessDevice` (`weightless.py`) implement the protocol.
-`devices/hardware/discovery.py` opens the devices when a pool starts. `Worker` (`pool/runtime/worker.py`) runs each unit
-on a device, `Pager` (`memory/pager.py`) copies blocks to and from the device, and `RandomStreams`
-(`train/rng/rng_streams.py`) sets the device's generator before a unit draws. `shard/capture/graph_device.py` asks for the
-device of the calling thread (`worker_place`). A change of the protocol needs the same change in all three devices.
+`devices/hardware/discovery.py` opens the devices when a pool starts, and `pool/dry_run/report.py` makes the weightless
+devices of a forecast. `Worker` (`pool/runtime/worker.py`) runs each unit on a device, `Pager` (`memory/pager.py`) copies
+blocks to and from the device, and `RandomStreams` (`train/rng/rng_streams.py`) sets the device's generator before a unit
+draws. `train/state/host_optimizer.py` runs updates by `start_on_host`, and `LedgerFitter`
+(`pool/devices/library_memory.py`) measures by `unit_memory`. `shard/capture/graph_device.py` asks for the device of the
+calling thread (`worker_place`). A change of the protocol needs the same change in all three devices. The module must not
+know blocks, models or trials.
 
 Note: allocation. A device's worker thread allocates device memory, and its copy thread allocates host memory (through
 `on_host`). On a CPU device both are ordinary memory, and only the thread distinguishes them: everything that the worker

@@ -1,7 +1,7 @@
 """`hydra-tune best`: the arguments. `hydra_tune.cli.run.export` writes weights, `hydra_tune.cli.inspect` finds the trial.
 
 `cli/root.py` adds the command to `hydra-tune`, and users call the command during a sweep or afterwards. Only `--out`
-imports torch.
+imports torch: the module must not import torch at its top.
 """
 
 import json

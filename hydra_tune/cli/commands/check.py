@@ -1,7 +1,7 @@
 """`hydra-tune check`: the arguments. `hydra_tune.cli.dry_run.checking` does the work.
 
 `cli/root.py` adds the command to `hydra-tune`, and users call the command on a sweep file while they write the file.
-The command imports torch only once the file is read.
+The command imports torch only once the file is read: the module must not import torch at its top.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """`hydra-tune devices`: arguments and output. `devices/hardware/survey.py` looks at the devices.
 
 `cli/root.py` adds the command to `hydra-tune`, and users call the command before a sweep. The command imports torch
-only once the arguments are read.
+only once the arguments are read: the module must not import torch at its top.
 """
 
 import json

@@ -1,7 +1,7 @@
 """`hydra-tune export`: the arguments. `hydra_tune.cli.run.export` writes the files.
 
 `cli/root.py` adds the command to `hydra-tune`, and users call the command during a sweep or afterwards. The command
-imports torch only once the run is found.
+imports torch only once the run is found: the module must not import torch at its top.
 """
 
 import sys

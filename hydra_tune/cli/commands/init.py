@@ -1,6 +1,6 @@
 """`hydra-tune init`: the arguments. `hydra_tune.cli.starter` has the files.
 
-`cli/root.py` adds the command to `hydra-tune`, and new users call the command first. Never imports torch.
+`cli/root.py` adds the command to `hydra-tune`, and new users call the command first. The module must not import torch.
 """
 
 import sys

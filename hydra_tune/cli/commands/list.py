@@ -1,7 +1,7 @@
 """`hydra-tune list` and `hydra-tune status`: the arguments. `hydra_tune.cli.inspect` does the work.
 
-`cli/root.py` adds both commands to `hydra-tune`, and users call the commands during sweeps and afterwards. Neither imports
-torch.
+`cli/root.py` adds both commands to `hydra-tune`, and users call the commands during sweeps and afterwards. The module must
+not import torch, so that both commands answer at once.
 """
 
 import json

@@ -1,7 +1,7 @@
 """`hydra-tune plot`: the arguments. The `StudyReader` of the tuner draws.
 
-`cli/root.py` adds the command to `hydra-tune`, and users call the command during a sweep or afterwards. Never imports
-torch.
+`cli/root.py` adds the command to `hydra-tune`, and users call the command during a sweep or afterwards. The module must not
+import torch or a tuner.
 """
 
 import sys

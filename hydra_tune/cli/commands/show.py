@@ -1,7 +1,7 @@
 """`hydra-tune show`: the arguments. `hydra_tune.cli.inspect` does the work.
 
-`cli/root.py` adds the command to `hydra-tune`, and users call the command during a sweep or afterwards. Never imports
-torch.
+`cli/root.py` adds the command to `hydra-tune`, and users call the command during a sweep or afterwards. The module must not
+import torch.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""`hydra-tune simulate`: a sweep on a virtual clock, on devices that need not exist. Never imports torch.
+"""`hydra-tune simulate`: a sweep on a virtual clock, on devices that need not exist.
 
 The command turns flags or a profile into a scenario and prints the outcome of `hydra_tune.simulate`; with `--replay` the
 command prints the comparison that `replay` (`simulate/recorded/replay.py`) makes of a recording. The module must not
-compute schedules of its own. `cli/root.py` adds the command to `hydra-tune`.
+compute schedules of its own, and must not import torch. `cli/root.py` adds the command to `hydra-tune`.
 
 Note: a scenario may take minutes to play, so each refusal of flags, and of extras that are not installed, must come before
 the simulation. Only damage of a recording may be found while the recording is played.

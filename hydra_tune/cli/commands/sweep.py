@@ -1,7 +1,7 @@
 """`hydra-tune sweep`: the arguments. `hydra_tune.cli.run` does the work: `sweep_run`, or `cluster` with `--ray`.
 
-`cli/root.py` adds the command to `hydra-tune`. The other commands, except for `simulate` and `trace`, share the exit
-code `USAGE`; `devices.py` and `plan.py` check `--device-memory` by `check_size`.
+`cli/root.py` adds the command to `hydra-tune`, and ends every command with the exit code `USAGE` at a `ConfigError`;
+`export.py` uses `USAGE`, too, and `devices.py` and `plan.py` check `--device-memory` by `check_size`.
 
 Note: isolation. An isolated sweep runs in a copy of this process (`supervision/supervisor.py`). So nothing here may
 start a thread or import torch before `supervise` has made the copy.

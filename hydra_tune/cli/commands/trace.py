@@ -1,7 +1,8 @@
-"""`hydra-tune trace`: reports on a run's event log. Never imports torch.
+"""`hydra-tune trace`: reports on a run's event log.
 
 `cli/root.py` adds the command to `hydra-tune`, and users call the command on a log that `hydra-tune sweep` or
-`HydraExecutor(event_log=...)` has written.
+`HydraExecutor(event_log=...)` has written. `observe/event_log/run_figures.py` computes the figures, and `observe/trace/`
+writes, draws and prints. The module must not import torch.
 """
 
 import json

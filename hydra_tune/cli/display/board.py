@@ -1,10 +1,11 @@
 """`SweepProgressTracker`: the state of a running sweep, and its snapshots.
 
-The tuner's thread reports events, and the drawing thread takes snapshots. An ended trial leaves only plain values,
-because its job holds a trained model that must not outlive the trial. The lock guards the trials, and no line is written
-under the lock, because writing may block. `stop` runs in a signal handler, and so takes no lock. `cli/run/sweep_run.py`
-and `cli/run/cluster.py` make the board before a sweep, hand the board to the tuner as the observer, and take the last
-snapshot for the summary.
+The tuner's thread reports events, and takes the first snapshot of a live view and the last snapshot of all; the drawing
+thread takes all others. An ended trial leaves only plain values, because its job holds a trained model that must not
+outlive the trial. The lock guards the trials, and no line is written under the lock, because writing may block. `stop` runs
+in a signal handler, and so takes no lock. `cli/run/sweep_run.py` and `cli/run/cluster.py` make the board before a sweep,
+hand the board to the tuner (`integrations/hydra_tune_optuna/sweep.py`, `integrations/hydra_tune_ray/sweep.py`) as the
+observer, tell the board the end, and take the last snapshot for the summary. The module must not run anything.
 """
 
 import threading

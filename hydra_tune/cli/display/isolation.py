@@ -1,8 +1,8 @@
 """Decides whether a sweep runs in a separate process under a supervisor, and reports crashes of the process.
 
 `cli/commands/sweep.py` asks `isolates` before a sweep begins, and gives `tell_crash` to the supervisor, for each crash;
-`output.py` shares `TERMINAL_BACK`. Both functions run in the supervising process, so the module must start no thread
-and import no torch.
+`output.py` shares `TERMINAL_BACK`. Both functions run in the process that supervises an isolated sweep, so the module must
+start no thread and import no torch.
 """
 
 import os

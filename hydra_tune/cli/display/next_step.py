@@ -2,7 +2,10 @@
 
 `SweepProgressTracker` (`board.py`) adds the advice to the summary of a sweep, and `hydra-tune status`
 (`cli/inspect/run_scan.py`) gives the same advice about a run of another process. `cli/commands/sweep.py` notes the
-command by `command_of`. Every URL of a storage that people may read goes through `masked` first.
+command by `command_of`. Every URL of a storage that people may read goes through `masked` first: in `board.py`, in
+`cli/dry_run/checking.py`, in `cli/inspect/run_scan.py` and `cli/inspect/run_output.py`, and in
+`integrations/hydra_tune_optuna/study_reader.py` and `integrations/hydra_tune_optuna/sweep.py`. The module must not import
+torch, because `cli/root.py` imports the module with `hydra-tune sweep`.
 """
 
 import re
@@ -27,7 +30,7 @@ def masked(text: str) -> str:
 
 
 def command_of(context: click.Context) -> str:
-    """Command that runs the same sweep again: the file and the options that the user typed, but for those of one run."""
+    """Command that runs the same sweep again: the file and the typed options, without options of one run and passwords."""
     words = ["hydra-tune", str(context.info_name)]
     for parameter in context.command.params:
         name = str(parameter.name)

@@ -2,7 +2,8 @@
 
 `SweepOutput` chooses among the three, and keeps output of user code out of the live view and the JSON.
 `cli/run/sweep_run.py` and `cli/run/cluster.py` make the output before any user code is imported, and print the summary
-through the same output; `cli/dry_run/checking.py` and `cli/dry_run/planning.py` use `quiet` alone.
+through the same output; `cli/dry_run/checking.py` and `cli/dry_run/planning.py` use `quiet` alone. The module must not run
+anything.
 
 Note: signals. `note` and `abandon` run on the thread that listens to signals while any other thread may hang, so they
 take no lock and write to descriptors.
@@ -68,7 +69,7 @@ class SweepOutput:
 
     @contextmanager
     def showing(self, snapshot: Callable[[], SweepView]) -> Iterator[None]:
-        """Show the sweep within the block; the views call `snapshot` from other threads."""
+        """Show the sweep within the block; the views call `snapshot` on another thread, the live view first on this thread."""
         if self._live:
             # Read by `note` and `abandon` on the thread that listens to signals.
             self._is_shown = True

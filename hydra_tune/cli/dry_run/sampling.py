@@ -2,7 +2,7 @@
 
 `run_plan` (`planning.py`) draws all points before the first configuration is planned; `run_check` (`checking.py`) draws
 a single point. Equal seeds must give equal points: the draws come from a generator of their own, parameter by
-parameter.
+parameter. The module must not ask a tuner.
 """
 
 import itertools

@@ -2,8 +2,8 @@
 
 `cli/commands/list.py` prints or writes `to_json`, and `cli/commands/show.py` and `cli/run/export.py` write `to_json`.
 `cli/commands/best.py` and `cli/run/export.py` write a trial alone (`trial_data`), and `trial_output.py` asks for the
-`best_trials`. The keys of the JSON are documented, and other programs read them, so no key may be renamed. The module reads
-no file and no study: `run_scan.py` has done so.
+`best_trials`. The keys of the JSON are documented, and other programs read them, so no key may be renamed. The module must
+read no file and no study, which `run_scan.py` has done, and must not import torch.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def print_list(console: Console, runs: Sequence[SweepRunRecord]) -> None:
 
 
 def print_status(console: Console, runs: Sequence[SweepRunRecord]) -> None:
-    """Print a paragraph for each run: state, trials under way, best trial, and how to go on."""
+    """Print a paragraph for each run: state, trials under way, last failures, best trial, places, and how to go on."""
     for number, run in enumerate(runs):
         if number:
             console.print()

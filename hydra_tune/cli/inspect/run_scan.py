@@ -1,11 +1,13 @@
 """Finds the runs of a folder or a storage, by event logs, sweep files and storages.
 
 `hydra-tune list` and `hydra-tune status` (`cli/commands/list.py`) call `runs_at`; `show`, `best`, `plot` and `export`
-call `find_run`. `cli/commands/plot.py`, `cli/run/sweep_run.py` and `cli/run/export.py` share `study_reader`, and
-`integrations/hydra_tune_optuna/sweep.py` calls `absolute_storage`. A run is known by its storage and its study; logs of
-one study belong to one run, and a log whose study was in memory is a run of its own. Scanning only reads: an SQLite file
+call `find_run`. `cli/commands/plot.py` and `cli/run/export.py` share `kept_study` and `study_reader`, and
+`cli/run/sweep_run.py` asks `study_reader`, too. `integrations/hydra_tune_optuna/sweep.py` calls `absolute_storage`, and
+`integrations/hydra_tune_optuna/storage_opening.py` uses `STORAGE_FILE`. A run is known by its storage and its study; logs
+of one study belong to one run, and a log whose study was in memory is a run of its own. Scanning only reads: an SQLite file
 that no sweep file or log names is opened as a storage only if Optuna's tables are there, because Optuna would add the
-tables to any other; a locked file counts as having the tables.
+tables to any other; a locked file counts as having the tables. The module must not import torch or a tuner, so that
+`hydra-tune list` answers at once.
 """
 
 import re

@@ -1,9 +1,9 @@
 """The interface between the command line and a tuner's studies.
 
 `study_reader` (`run_scan.py`) finds a `StudyReader` through the entry points `hydra_tune.studies`: for the scan itself,
-for `cli/commands/plot.py` and `cli/run/export.py`, which draw, and for `cli/run/sweep_run.py`, which checks. Optuna's
-reader is in `integrations/hydra_tune_optuna/study_reader.py`. Only `check` may import torch, so that `hydra-tune list`
-answers at once.
+for `cli/commands/plot.py` and `cli/run/export.py`, which draw, and for `check_beginning` (`cli/run/sweep_run.py`), which
+checks for `hydra-tune sweep` and `hydra-tune check`. Optuna's reader is in `integrations/hydra_tune_optuna/study_reader.py`.
+Only `check` may import torch, so that `hydra-tune list` answers at once. The module must not know a tuner.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class StudyRecord:
 
 
 class StudyReader(Protocol):
-    """Reads studies; creates and changes nothing."""
+    """Reads studies; creates and changes no study and no storage."""
 
     def read(self, storage: str) -> tuple[StudyRecord, ...]:
         """Read all studies of a storage, by name.

@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM: the first signal ends the sweep in order; a second signal or a timeout ends the process out of order.
 
-`run_sweep` (`sweep_run.py`) enters `stops` just before the tuner runs, and leaves `stops` once the pool is shut down.
+`run_sweep` (`sweep_run.py`) enters `stops` just before the tuner runs, and leaves `stops` once the pool is shut down. A
+sweep on a Ray cluster (`cluster.py`) runs without `stops`.
 
 Note: the listener. Python runs a signal's handler in the main thread, between two bytecodes, and the main thread may be
 stuck in user code. So the system's side of each signal also writes to a pipe. A dedicated thread reads the pipe,

@@ -1,8 +1,9 @@
 """Runs a sweep from a checked sweep file: sets up pool, tuner and display.
 
-`cli/commands/sweep.py` calls `run_sweep` in the process of the sweep. `cluster.py`, `export.py`,
-`cli/dry_run/checking.py` and `cli/dry_run/planning.py` share the exit codes. Both files of `cli/dry_run/` open their
-pools by `opened`, and `cli/dry_run/checking.py` asks `check_beginning`.
+`cli/commands/sweep.py` calls `run_sweep` in the process of the sweep. `cluster.py` shows its sweep by `show_run`.
+`cluster.py`, `export.py`, `cli/dry_run/checking.py` and `cli/dry_run/planning.py` share the exit codes. The two files of
+`cli/dry_run/` open their pools by `opened`, and `cli/dry_run/checking.py` asks `check_beginning`. The module must not
+import a tuner.
 
 Note: order. The user's function is imported, its signature checked, and the study looked at, before the pool, the
 storage or any folder is created. The sweep's folder is locked before the pool and the study exist, and unlocked after

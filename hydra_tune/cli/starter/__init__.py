@@ -1,7 +1,7 @@
 """The first sweep of a new user: `space.yaml` and `train.py`, which `hydra-tune init` copies.
 
 `cli/commands/init.py` calls `write_starter`. Both files must run as they are, on a CPU, in under a minute, and need
-nothing beside torch and Optuna.
+nothing beside torch and Optuna. The module must not import torch.
 """
 
 import re
@@ -17,8 +17,9 @@ _NAMES = ("space.yaml", "train.py")
 def write_starter(folder: Path) -> list[Path]:
     """Write the sweep file and the task module, and replace nothing.
 
-    The study has the folder's name, or the name `first` where the folder's name is no plain word, so that sweeps of two
-    folders that are started from a third share no study. A missing folder is made.
+    The study has the folder's name, so that sweeps of two folders that are started from a third share no study; where the
+    folder's name is no plain word, or YAML reads no text in the word, the study has the name `first`. A missing folder is
+    made.
 
     Raises:
         ConfigError: one of the files is there already; nothing was written.

@@ -1,4 +1,8 @@
-"""The task of space.yaml: a small classifier of two spirals. Put your own model and data in their places."""
+"""The task of space.yaml: a small classifier of two spirals. Put your own model and data in their places.
+
+`hydra-tune init` copies the file. `hydra-tune check`, `hydra-tune plan` and `hydra-tune sweep` import the file, and call
+`build` with the parameters of a trial. The import must train nothing, because each command begins with the import.
+"""
 
 import math
 from functools import partial

@@ -1,8 +1,9 @@
 """Distributions of a sweep file, and their domains.
 
 Names and meanings are those of Weights & Biases sweeps. A distribution that no tuner here can draw from is refused by
-name, never replaced by a similar distribution. `ParameterSection` (`sweep_model.py`) calls `to_domain` when pydantic
-validates a parameter of the file or a value of `--set`, and again when `reader.py` makes the `SweepSpec`.
+name, never replaced by a similar distribution. `sweep_model.py` calls `check_distribution` and `to_domain` when pydantic
+validates a parameter of the file or a value of `--set`, and `to_domain` again when `reader.py` checks a grid and makes the
+`SweepSpec`. The module must not know tuners or load torch.
 """
 
 import math

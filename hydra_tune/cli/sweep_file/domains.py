@@ -3,8 +3,9 @@
 Domains are plain values, independent of the sweep file and of the tuner that draws from them. `distributions.py` makes
 the domains when a sweep file is read, and `overrides.py` a constant for `--set`. `cli/dry_run/sampling.py` draws from the
 domains for `hydra-tune plan` and `check`, `integrations/hydra_tune_optuna/sweep.py` for each trial of a sweep, and
-`integrations/hydra_tune_ray/sweep.py` translates the domains for Ray. Steps and multiples are computed in decimal, so that
-a value is the number that the user would write.
+`integrations/hydra_tune_ray/sweep.py` translates the domains for Ray. `reader.py`, the commands and the Optuna tuner count
+a grid by `grid_size`. Steps and multiples are computed in decimal, so that a value is the number that the user would write.
+The module must not know tuners or load torch.
 """
 
 import math

@@ -1,8 +1,10 @@
 """Options of the command line, and their merge with the sweep file.
 
 `cli/commands/sweep.py` merges the options into the `SweepSpec` right after the file is read, and asks `check_saving`,
-as does `cli/dry_run/checking.py`. `DisplayOptions` go on to the run and its output (`cli/display/output.py`). An
-overridden key of `hydra:` loses its place in the file, so that an error does not blame the file.
+as does `cli/dry_run/checking.py`. `DisplayOptions` go on to the run and its output (`cli/display/output.py`), and to
+`cli/display/isolation.py`; `cli/dry_run/checking.py` and `cli/dry_run/planning.py` make their own. An overridden key of
+`hydra:` loses its place in the file, so that an error does not blame the file. The module must not know tuners or load
+torch.
 """
 
 from dataclasses import dataclass, replace

@@ -2,9 +2,9 @@
 
 `read_sweep_file` (`reader.py`) makes the `SweepSpec` at the start of a command. `cli/run/sweep_run.py` then makes the
 pool with the options in the `SweepSpec`, and `integrations/hydra_tune_optuna/sweep.py` the study; `cli/run/cluster.py` and
-`integrations/hydra_tune_ray/sweep.py` run the sweep on Ray. `cli/dry_run/` and `cli/inspect/` read a `SweepSpec`, too.
-Options of the command line make another `SweepSpec` (as in `options.py`). The module must know neither YAML nor any
-tuner, and must not load torch.
+`integrations/hydra_tune_ray/sweep.py` run the sweep on Ray. `cli/display/`, `cli/dry_run/` and `cli/inspect/` read a
+`SweepSpec`, too. Options of the command line make another `SweepSpec` (`options.py`, `overrides.py`,
+`cli/dry_run/planning.py`). The module must know neither YAML nor any tuner, and must not load torch.
 """
 
 from collections.abc import Mapping
@@ -42,8 +42,8 @@ class SweepSpec:
         parameters: domain of each keyword argument of the function; None: the function receives the trial.
         run_cap: trials of the whole study; None: no limit.
         seed: of the tuner's own draws; None: another search every time.
-        name: for people, and the study's name where `study` is None.
-        study: the name of the study in the storage.
+        name: for people, and the study's name where the file has no `hydra.study`.
+        study: the name of the study in the storage; None: neither the file's `name` nor `hydra.study` is given.
         storage: storage of the study; None: in memory.
         keep_best: number of best trials whose weights are kept; None: no weights are kept.
         weights_dir: the folder for the weights; None: the tuner's default.

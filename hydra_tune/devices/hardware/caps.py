@@ -1,7 +1,11 @@
 """Cap of the caching allocator on each GPU: the sum of the open devices' shares, and the user's old cap afterwards.
 
-`discovery.py` raises the cap when a GPU device is opened; `CudaDevice` (`devices/cuda.py`) asks `is_alone` before a
-unit is measured, and lowers the cap when the device is closed.
+`discovery.py` adds a device's share when a GPU device is opened (`capped`); `CudaDevice` (`devices/cuda.py`) asks `is_alone`
+before a unit is measured, and takes the share back when the device is closed. The first device's share replaces the user's
+cap.
+
+Note: locks. `capped` and the function that `capped` returns change the cap under `_LOCK`; `is_alone` takes no lock. The
+module must not hold memory for trials.
 """
 
 import threading
@@ -21,7 +25,7 @@ def is_alone(index: int) -> bool:
 
 
 def capped(index: int, fraction: float) -> Callable[[], None]:
-    """Raise a GPU's allocator cap by a further device's fraction of the GPU's memory.
+    """Add a device's fraction of a GPU's memory to the fractions that make the allocator's cap.
 
     Returns:
         A function to call when the device is closed; only the first call has an effect.

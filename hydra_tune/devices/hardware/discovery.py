@@ -1,11 +1,12 @@
 """Discovery of devices, and of the memory that the pool may use on them.
 
-`"auto"` takes every visible GPU, or one CPU device per core on a machine without GPUs. A GPU named several times
+`"auto"` takes every visible GPU, or one CPU device per usable core on a machine without GPUs. A GPU named several times
 becomes several devices, each with its own budget, so that code for several GPUs can be tried on a single GPU.
-`ExecutorSettings` (`pool/runtime/settings.py`) opens all devices when a pool starts, `HydraExecutor.add_device`
-(`hydra_tune/executor.py`) opens a further device, and `survey.py` opens devices for `hydra-tune devices`. `pool/pool.py`,
-`pool/runtime/cut_budget.py` and `pool/devices/device_reservation.py` compare devices by `device_kind`. The module must not
-hold memory for trials, or know blocks, models or trials.
+`ExecutorSettings` (`pool/runtime/settings.py`) opens all devices when a pool starts, or stand-ins for a pool that only plans;
+`HydraExecutor.add_device` (`executor.py`) opens a further device, and `survey.py` opens devices for `hydra-tune devices`.
+`pool/pool.py`, `pool/runtime/cut_budget.py` and `pool/devices/device_reservation.py` compare devices by `device_kind`, and
+`pool/runtime/option_checks.py` and `HydraExecutor` parse bandwidths. The module must not hold memory for trials, or know
+blocks, models or trials.
 """
 
 import os
@@ -88,7 +89,7 @@ def open_device(
 def open_planned_devices(
     devices: str, device_memory: str | int | None, link_bandwidth: str | int | None
 ) -> list[Device]:
-    """Open devices for planning; CPU devices stand in for missing or smaller devices, and take no memory.
+    """Open devices for planning; CPU devices, which take no memory, stand in for devices that `open_devices` refuses.
 
     Args:
         devices: as of `open_devices`; stand-ins need a text with a count of devices ("cuda:0,1", "cpu:8").
@@ -96,7 +97,7 @@ def open_planned_devices(
         link_bandwidth: as of `open_devices`.
 
     Raises:
-        ConfigError: not a device text, or missing devices without possible stand-ins.
+        ConfigError: not a device text, or refused devices without possible stand-ins.
     """
     try:
         return open_devices(devices, device_memory, link_bandwidth)
@@ -254,8 +255,8 @@ def gpu_share(index: int, count: int, budget: int | None, free: int, total: int,
 def gpu_memory(index: int) -> tuple[int, int]:
     """Return free and total bytes of a GPU, from NVML by PCI address, other processes' use included.
 
-    NVML needs no CUDA context. For a part of a GPU (MIG), NVML reports the whole GPU's memory; then the figures come
-    from CUDA.
+    NVML needs no CUDA context. For a part of a GPU (MIG), NVML reports the whole GPU's memory; then, and where NVML does not
+    answer, the figures come from CUDA.
     """
     properties: Any = torch.cuda.get_device_properties(index)  # torch's stub lacks the PCI fields
     address = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

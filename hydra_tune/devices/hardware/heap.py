@@ -2,9 +2,9 @@
 
 A step frees its last feature map at its end, and the next step allocates the same memory again. The C library of Linux
 returns memory at the end of its heap to the system, and returns large pieces always; the next step then has a page
-fault for every page. `CpuDevice`
-(`devices/cpu.py`) makes the setting when a CPU device is opened; `planner/run/copy_engine.py` and
-`planner/profile/profiler.py` raise the amount before planned steps run or are profiled on the CPU.
+fault for every page. `CpuDevice` (`devices/cpu.py`) makes the setting when a CPU device is opened;
+`planner/run/copy_engine.py` and `planner/profile/profiler.py` raise the amount before planned steps run or are profiled on
+the CPU. The setting is the whole process's, and the module must never lower the amount.
 """
 
 import ctypes
@@ -19,13 +19,13 @@ _kept_bytes = 0
 
 
 def keep_freed_memory(nbytes: int) -> bool:
-    """Let the C library keep at least `nbytes` of free memory, for the rest of the process; never lowers the amount.
+    """Let the C library keep up to `nbytes` of freed memory, for the rest of the process; never lowers the amount.
 
     Does nothing where the user has configured the library (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`), or
     where the library is not glibc.
 
     Returns:
-        Whether the library keeps the memory.
+        Whether the library keeps so much.
     """
     global _kept_bytes  # noqa: PLW0603 - global like the library's setting
     if not sys.platform.startswith("linux") or {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():

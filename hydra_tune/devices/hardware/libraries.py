@@ -2,8 +2,9 @@
 
 `discovery.py` sets `LIBRARY_BYTES` aside for each device before any unit has run. Each `CudaDevice` (`devices/cuda.py`)
 has a `CudaUnitMemory`, and measures nothing where several devices share the GPU. `LedgerFitter`
-(`pool/devices/library_memory.py`) measures the first unit of each kind and shard of each trial. `Pager.fit`
-(`memory/pager.py`) then fits the ledger to the `LedgerAllowance`. The module must not hold memory for trials.
+(`pool/devices/library_memory.py`) measures the first unit of each kind and shard of each trial, on the device's worker
+thread, so `CudaUnitMemory` takes no lock. `Pager.fit` (`memory/pager.py`) then fits the ledger to the `LedgerAllowance`. The
+module must not hold memory for trials.
 
 Note: memory beside the ledger. cuBLAS and cuDNN allocate workspaces from torch's allocator, unseen by a pilot on the
 host. The workspaces are estimated as the allocator's peak less the ledger's peak in the same time. Kernels loaded at
