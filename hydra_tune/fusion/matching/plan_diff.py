@@ -2,8 +2,8 @@
 
 Trials whose architecture keys differ only in numbers can still have equal graphs, because a dropout probability is just
 an argument of an operator. The comparison walks the captured graphs node by node and, outside regions such as
-`torch.no_grad()`, ignores the probabilities. `GroupPlanFactory` (`fusion/compile/batched_plan_cache.py`) compares plans before a
-group is formed, and again when a group stacks a plan for its present members. `stacked_plan`
+`torch.no_grad()`, ignores the probabilities. `GroupPlanFactory` (`fusion/compile/batched_plan_cache.py`) compares plans before
+a group is formed, and again when a group stacks a plan for its present members. `stacked_plan`
 (`fusion/compile/batched_plan.py`) uses `with_stand_ins` and `refuse_whole`; `GroupTrial` (`fusion/group/group_trial.py`) keeps
 the `MemberDifferences` for the units. The module must not train a group.
 

@@ -77,7 +77,7 @@ class MaskedReduction:
 
 
 def counted_loss(loss: MaskedReduction, counts: Tensor, *tensors: Tensor) -> Tensor:
-    """Call `loss`; marks the nodes of a graph that reduce over the samples that count, whose reduction is in the node's `meta`."""
+    """Call `loss`; as the target of a node, a mark: `StackedGraph` calls the `MaskedReduction` in the node's `meta`."""
     return loss(counts, *tensors)
 
 
