@@ -798,7 +798,7 @@ class HydraExecutor:
         Each model is built, captured, cut and checked on the host with its first batch, as in `submit`; a model too
         large for the host is planned without being built, and not checked. For CPU devices a few steps of each model
         are timed, on a separate device and model. The scheduler and pagers of a run then rehearse some steps on tensors
-        without bytes, on a virtual clock; nothing touches the pool's devices. Bytes are those of `stats()` for a step
+        without bytes, on a virtual clock, and touch none of the pool's devices. Bytes are those of `stats()` for a step
         with all optimizer state in place; all trials are assumed to have equally many steps to go. Left out are
         evaluation, the shorter last batch of an epoch, the disk of `spill_dir`, and batches of a step that run side by
         side on idle devices.

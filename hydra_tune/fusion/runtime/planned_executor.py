@@ -5,8 +5,8 @@ group and of a pair; `PlannedRound` (`planned_unit.py`) and `PairRound` (`paired
 `StepPlanAutotuner` (`plan_autotuner.py`) keeps a runner for each way, and closes each runner. The runner must not decide on
 swaps: the schedule of the `PlannedStep` does.
 
-Note: only the thread of the running unit may call `on` and `segment`, inside the unit's lease. No unit may run when `close` is
-called by others.
+Note: only the thread of the running unit may call `on` and `segment`, inside the unit's lease. Others may call `close` only
+while no unit runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
