@@ -6,7 +6,7 @@ Decisions before a run use the assumed speed (`link_of`), because a decision by 
 (`shard/partition/plan_cache.py`). `pool/runtime/cut_budget.py` gives the planner of shards a function for either speed; the
 speeds are measured when the function is first called. `survey.py` measures the links for `hydra-tune devices`.
 `train/timing/step_timing.py` assumes a speed where the timed steps copied nothing that tells the speed.
-`memory/link_meter.py` and `pool/dry_run/report.py` make `LinkCostModel`s of measured copies; `weightless.py`,
+`memory/link_meter.py` and `pool/dry_run/report.py` make `LinkCostModel`s of measured copies; `devices/weightless.py`,
 `shard/cost/activation_policy.py` and `train/timing/fake_trial.py` compute with a `LinkCostModel`. The module must not hold
 memory for trials.
 

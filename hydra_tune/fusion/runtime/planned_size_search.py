@@ -2,7 +2,7 @@
 
 `compared` (`planned_group_size.py`) plans the steps of each size that `PlannedSizeSearch` names where users insist on large
 groups, and otherwise of each size that `PartitionSearch` (`planner/search/partitions.py`) names, as long as `PlanningBudget`
-allows. The caller holds the lock of `PlannedSizeChooser`, so the module has none. The module must not plan a step.
+allows. Each comparison makes a search and a budget of its own, so the module has no lock. The module must not plan a step.
 
 Note: order of the sizes. Where users insist on large groups, the largest size that has a plan is wanted. Memory grows
 with the size, so a size that has no plan rules out all larger sizes. As many trials as wait come first, at most twice

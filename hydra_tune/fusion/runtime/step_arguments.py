@@ -2,7 +2,7 @@
 
 `PlannedStepCache` (`planned_unit.py`) and `PairingOffer` (`pair_offer.py`) make a binding for a kind of step.
 `GroupStepRunner` (`planned_unit.py`) and the units of pairs (`paired_unit.py`) call `begin` before each forward, and
-enter `updating` around each backward. The thread that runs the unit makes all calls, so there is no lock. The module must not
+enter `updating` around each backward. A single thread at a time runs a group, so there is no lock. The module must not
 decide on swaps: the planner does.
 
 Note: masks. A planned step updates all members, each parameter as soon as no later operator needs the old value.
