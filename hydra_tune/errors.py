@@ -1,9 +1,10 @@
 """The errors that hydra-tune raises on purpose for people to see, and helpers that word messages.
 
 A message says what failed, then, where known, expected against found values (with units) and the remedy. All packages
-import the module, and the module must not import any of the packages. People import `HydraTuneError` and `TrialsFailed` from
-`hydra_tune`. Elsewhere are `Terminated` (`interrupts.py`), errors that never leave the package, and the errors of each
-integration (`errors.py` there).
+import the module, and the module must not import any of the packages, or torch. People import `HydraTuneError` and
+`TrialsFailed` from `hydra_tune`. Elsewhere are `Terminated` (`interrupts.py`), errors that never leave the package, and the
+errors of each integration (`errors.py` there). The pool's process sends errors to the program (`isolation/sending.py`), so
+every error must survive pickling.
 """
 
 import difflib
@@ -15,7 +16,7 @@ _NUM_NUMBERS = 8
 
 
 class HydraTuneError(Exception):
-    """Base of the errors of hydra-tune; `LoopEnded` and `Terminated`, which end code in order, have other bases."""
+    """Base of the errors that people see; `LoopEnded` and `Terminated`, which end code in order, have other bases."""
 
 
 def first_line(error: BaseException) -> str:
@@ -94,7 +95,7 @@ class CaptureError(HydraTuneError):
 
 
 class UnfusableError(HydraTuneError):
-    """A trial that cannot be fused with others; the message says why."""
+    """A trial that cannot be fused with others, or a group's step that cannot be planned; the message says why."""
 
 
 class GroupBatchError(TaskError):
@@ -117,7 +118,8 @@ class BudgetError(HydraTuneError):
 class OutOfMemoryError(BudgetError):
     """A device that ran out of memory in a unit within budget: at the unit's repeat, or at once without a repeat.
 
-    Also a planned step of a group that cannot run as planned: the pool then continues in smaller groups.
+    Also a planned step of a group that cannot run as planned (the pool then continues in smaller groups), or a host that ran
+    out of memory in an update.
     """
 
 
@@ -153,7 +155,7 @@ class LoaderWorkerError(TaskError):
 
 
 class DeviceLostError(HydraTuneError):
-    """A device that fails at every request, while holding the only copy of a trial's state."""
+    """A lost device: the pool's last device, a device lent to a measurement, or one with the only copy of a trial's state."""
 
 
 class TrialCrashedError(HydraTuneError):
@@ -194,7 +196,7 @@ class BlockStateError(HydraTuneError):
 
 
 class ScheduleError(HydraTuneError):
-    """An event that the scheduler cannot accept in its present state; the message carries the job's history."""
+    """An event that the scheduler cannot accept (the message has the job's history), or a policy's choice of no candidate."""
 
 
 class MetricError(HydraTuneError, ValueError):

@@ -5,12 +5,14 @@ the fusion layer, to the pool, or to the isolated process that runs the pool. Tr
 threads; a caller thread submits, waits, copies a job's state, plans, reads figures, and reads, writes and removes
 checkpoints. The module must not know any tuner. People import `HydraExecutor` from `hydra_tune`; `hydra-tune sweep`
 (`cli/run/sweep_run.py`), `hydra-tune check` (`cli/dry_run/checking.py`) and `hydra-tune plan` (`cli/dry_run/planning.py`)
-make executors, and each Ray pool makes one executor (`NodePoolRuntime` of `hydra_tune_ray`). Studies of `hydra_tune_optuna`
-and searches of `hydra_tune_transformers` call an executor given by the user.
+make executors, and each Ray pool makes one executor (`integrations/hydra_tune_ray/node/pool_runtime.py`). Studies of
+`hydra_tune_optuna` and searches of `hydra_tune_transformers` call an executor given by the user. With `isolate=True`,
+`isolation/child.py` calls a copy of the executor in the pool's process.
 
-Note: locks. `_lock` guards only the start of the pool and `_is_shut_down`, because several threads may share an executor
-and make the first call at once. No call holds `_lock` while user code runs or a unit is awaited. A pool belongs to the
-process of the first use: a forked process may neither use nor end the pool.
+Note: locks. `_lock` guards only the start of the pool and the setting of `_is_shut_down`, because several threads may share
+an executor and make the first call at once. No call holds `_lock` while user code runs or a unit is awaited. A pool belongs to
+the process of the first use: a forked process may neither use nor end the pool. Methods that wait for a trial or a plan leave
+the capture gate (`GATE.left`), because a trial's own code may call such a method while a job has to be captured.
 """
 
 import atexit
@@ -161,7 +163,7 @@ class HydraExecutor:
     """
 
     def __new__(cls, *_: object, **options: object) -> Self:  # noqa: D102 - for its errors alone
-        # Checked here, before __init__: Python's own TypeError would suggest no option.
+        # Checked here, before __init__, so that the error is a ConfigError and suggests an option.
         option_names = _options_of(cls)
         for name in options:
             if name not in option_names:
@@ -242,7 +244,7 @@ class HydraExecutor:
             _shut_down_at_exit(self._isolated)
         # Signal handlers of a `with` block; closed last, so that Ctrl-C during shutdown still ends in order.
         self._signals = ExitStack()
-        # Guards the start of the pool and `_is_shut_down`.
+        # Guards the start of the pool and the setting of `_is_shut_down`.
         self._lock = threading.Lock()
         self._pool: Pool | None = None
         self._fusion: FusedPool | None = None
@@ -796,7 +798,7 @@ class HydraExecutor:
         Each model is built, captured, cut and checked on the host with its first batch, as in `submit`; a model too
         large for the host is planned without being built, and not checked. For CPU devices a few steps of each model
         are timed, on a separate device and model. The scheduler and pagers of a run then rehearse some steps on tensors
-        without bytes, on a virtual clock; nothing touches the pool's devices. Bytes are those of `stats()` for a step
+        without bytes, on a virtual clock, and touch none of the pool's devices. Bytes are those of `stats()` for a step
         with all optimizer state in place; all trials are assumed to have equally many steps to go. Left out are
         evaluation, the shorter last batch of an epoch, the disk of `spill_dir`, and batches of a step that run side by
         side on idle devices.

@@ -1,20 +1,23 @@
 """A random generator of a thread's own, in place of the process's default generator.
 
 Torch's CPU operators draw from a single default generator, which any thread of the process may draw from, or seed, at
-any time. A trial's random numbers must not depend on other threads, so threads that work for trials never use the
-default generator, neither in the operators they run nor in calls about the generator (`torch.manual_seed`,
-`torch.get_rng_state`). `RandomStreams` (`train/rng/rng_streams.py`) and, for a group, `GroupStreams`
-(`fusion/group/group_rng.py`) set the generator of a thread while a unit or the code of a trial runs;
-`shard/verify/step_outcome.py` does so when a plan is checked, `train/data/index_gather.py` to try torch's sampler once, and
-`batched/batched_random.py` for each member of a batched step. `devices/cpu.py`, `batched/joint_graph.py` and
-`fusion/runtime/step_arguments.py` ask for the thread's generator. The module must not know blocks, models or trials.
+any time. A trial's random numbers must not depend on other threads, so threads that work for trials draw on the CPU from
+generators of their own, also in calls about the generator (`torch.manual_seed`, `torch.get_rng_state`). `RandomStreams`
+(`train/rng/rng_streams.py`) and, for a group, `GroupStreams` (`fusion/group/group_rng.py`) set the generator of a thread
+while the code of a trial, or a unit that draws, runs; `shard/verify/step_outcome.py` does so when a plan is checked,
+`train/data/index_gather.py` to try torch's sampler once, and `batched/batched_random.py` while an operator that takes no
+generator runs for a single member. `devices/cpu.py` asks for the thread's generator; `batched/batched_random.py`,
+`batched/joint_graph.py` and `fusion/runtime/step_arguments.py` ask for the generator of a group. The module must not know
+blocks, models or trials.
 
 Note: mechanism. Torch's dispatcher passes each operator through several keys before its kernel. At the last key, below
-autograd and all modes that observe operators, a wrapper gives the thread's generator to each operator that accepts a
-generator and was called without one. All other random operators call these (dropout, recurrent layers, `torch.rand`),
-so no torch function draws from the default generator on such a thread. Threads without their own generator see no
-change, except three microseconds per wrapped call. Torch's functions on the default generator's state go through a
-stand-in for the generator in `torch.random`.
+autograd and all modes that observe operators, a wrapper gives the thread's generator to each operator of `_DRAWING` that
+runs on the CPU and was called without a generator, or with the default generator. All other random operators of the CPU
+call these operators (dropout, recurrent layers, `torch.rand`), so none draws from the default generator on such a thread.
+Threads without their own generator see no change, except three microseconds per wrapped call. Torch's functions on the
+default generator's state go through a stand-in for the generator in `torch.random`. The wrappers stay until the process ends.
+
+Note: locks. `_LOCK` guards the installation alone. `RandomStreams` calls `install` with its own lock held.
 """
 
 import threading
@@ -50,7 +53,8 @@ class ThreadGenerator(torch.Generator):
     """A generator that counts its uses.
 
     Attributes:
-        moves: number of draws by operators without a generator argument, and of changes by functions of torch.
+        moves: number of draws by operators that were called without this generator, and of uses by torch's functions that
+            may change the state.
     """
 
     moves: int = 0
@@ -67,7 +71,7 @@ def own_generator() -> torch.Generator | None:
 
 @contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Let this thread draw from its own generator in all CPU work; threads that it starts do not."""
+    """Let this thread draw from a generator in all CPU work; threads that this thread starts do not."""
     install()
     token = _OWN.set(generator)
     try:
@@ -77,7 +81,7 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
 
 
 def install() -> None:
-    """Wrap the drawing operators, once for the process."""
+    """Wrap the drawing operators and replace the default generator in `torch.random`, once for the process."""
     # Checked without the lock first, because all calls but the earliest come after the installation.
     if _REGISTERED:
         return

@@ -1,9 +1,10 @@
 """Positions in a generator's stream: the distance between two states, and advancing a state.
 
 `SingleTrial` (`train/single_trial.py`) counts the draws of the first batch of a plan, where batches of a step may run
-together; `RandomStreams.skip` (`train/rng/rng_streams.py`) then advances the stream past a batch that is drawn ahead. The
-generators of `cpu.py` and `cuda.py` derive from the two classes. The module must not know blocks, models or trials, and
-leaves the states that come in unchanged.
+together. `RandomStreams.skip` (`train/rng/rng_streams.py`), called by `OptimizerStep` (`train/loop/optimizer_step.py`), then
+advances the stream past a batch that is drawn ahead. The generators of `cpu.py` and `cuda.py` derive from the two classes.
+The module must not know blocks, models or trials, and leaves the states that come in unchanged. No function takes a lock or
+draws from a generator that others use.
 
 Note: bits. A wrong count would move all later draws of a trial, so `draws_between` returns None where in doubt.
 """
@@ -60,7 +61,7 @@ class PhiloxPositions:
 
     @staticmethod
     def draws_between(before: Tensor, after: Tensor) -> int | None:
-        """Return the number of draws of each thread between two positions; None if the generator was seeded anew."""
+        """Return the number of draws of each thread between two positions; None after another seed, or a step back."""
         first, second = before.clone().view(torch.int64), after.clone().view(torch.int64)
         moved = int(second[_OFFSET] - first[_OFFSET])
         return moved if first[_SEED] == second[_SEED] and moved >= 0 else None

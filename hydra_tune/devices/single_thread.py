@@ -1,8 +1,12 @@
 """`SingleThreadExecutor`: makes calls in order on a thread of its own, with a future for each call.
 
-The copy threads of a device (`copying.py`), the thread of the disk (`memory/host/disk.py`) and the thread that releases
-ended trials (`pool/runtime/worker.py`) are such executors as long as a pool runs; `pool/dry_run/report.py` and others make
-such an executor for a single forecast or measurement.
+The threads of a device (`copying.py`), the thread of the disk (`memory/host/disk.py`) and each worker's thread that releases
+ended trials (`pool/runtime/worker.py`) are such executors. `pool/dry_run/report.py`, `pool/dry_run/simulator_profile.py` and
+`devices/hardware/link.py` make an executor for a single forecast, profile or measurement. The module must not know blocks,
+models or trials.
+
+Note: locks. Any thread may call `submit` and `shutdown`, except that `shutdown` waits for the executor's own thread, and so
+must not be called there. The executor makes no call with its lock held.
 
 Note: names. `_WAITS` in `train/data/worker_server.py` names `_work` of this file, as a function in which a thread waits.
 After a change of one name without the other, workers of loaders start slowly.
@@ -26,7 +30,8 @@ class SingleThreadExecutor:
     """A thread for calls in order; started at the first call. `with` ends the thread.
 
     Args:
-        begin: called on the thread before the first call; an error goes to the call. None: nothing is called.
+        begin: called on the thread before the first call. An error goes to the call, and the next call calls `begin` again.
+            None: nothing is called.
     """
 
     def __init__(self, name: str, begin: Callable[[], None] | None = None) -> None:
@@ -55,7 +60,7 @@ class SingleThreadExecutor:
         return future
 
     def shutdown(self, *, cancel_futures: bool = False) -> None:
-        """Finish all calls, or with `cancel_futures` the running call alone, and end the thread."""
+        """Finish all calls, or with `cancel_futures` the running call alone, and wait for the end of the thread."""
         with self._lock:
             self._is_closed = True
             while cancel_futures and not self._calls.empty():

@@ -1,14 +1,14 @@
 """Stopwatches for device work: the host's clock on CPU devices, events on the compute stream on GPUs.
 
 `Device.stopwatch` makes a device's stopwatch (`cpu.py`, `cuda.py`, `weightless.py`). `run_unit`
-(`train/loop/batch_units.py`) runs a stopwatch around each unit, `Worker` (`pool/runtime/worker.py`) reads the end of a
-unit, and `planner/run/step_timer.py` makes a `CudaStopwatch` for planned graphs on a GPU. The module must not know blocks,
-models or trials. A stopwatch belongs to one thread, and has no lock.
+(`train/loop/batch_units.py`) runs a stopwatch around each unit, and `BatchUnits` there another around spills. `Worker`
+(`pool/runtime/worker.py`) reads the end of a unit, and `planner/run/step_timer.py` makes a `CudaStopwatch` for planned graphs
+on a GPU. The module must not know blocks, models or trials. A stopwatch belongs to one thread, and has no lock.
 
-Note: a GPU runs behind the host, and waiting for the GPU after each piece of work would make the GPU idle. So an event is
-recorded at either end of the work on the compute stream. The events are read when `run_unit` asks for the seconds, at the
-end of a unit, when the GPU has finished. Also, a thread that has waited for the GPU may get the interpreter lock
-milliseconds late; the events exclude this delay.
+Note: a GPU runs behind the host, and a wait inside `running` would make the GPU idle between two pieces of work. So
+`running` only records an event at either end of the work on the compute stream; `seconds` and `ended_ns` wait for the events
+and read the events. Also, a thread that has waited for the GPU may get the interpreter lock milliseconds late; the events
+exclude this delay.
 """
 
 import time

@@ -1,8 +1,9 @@
 """`WeightlessDevice`: a stand-in for a device where only sizes count: copies move nothing, and nothing is sent to a GPU.
 
-Inside torch's `FakeTensorMode`, the allocated memory takes no space. `pool/dry_run/report.py` makes the devices, and
-`PoolRehearsal` (`pool/dry_run/executor.py`) runs units on the devices while `HydraExecutor.plan` forecasts a pool. The
-module must not know blocks, models or trials. A device has no thread and no lock: one thread rehearses.
+Inside torch's `FakeTensorMode`, the allocated memory takes no space. `pool/dry_run/report.py` makes the devices,
+`TrialRehearsal` (`train/timing/fake_trial.py`) lays out a trial's blocks for such a device, and `PoolRehearsal`
+(`pool/dry_run/executor.py`) runs units on the devices while `HydraExecutor.plan` forecasts a pool. The module must not know
+blocks, models or trials. A device has no thread and no lock: one thread rehearses.
 
 Note: virtual clock. `PoolRehearsal` advances `now` by the units' times. An awaited copy advances `now` itself, if the
 cost of copies is known. A background copy is over when the clock has reached the copy's end. Background copies run in
@@ -122,7 +123,8 @@ class WeightlessDevice:
 
     Attributes:
         moment: number of units that have ended on the device; incremented by the caller that runs units.
-        now: virtual clock in seconds; advanced by the caller that runs units, and by awaited copies.
+        now: virtual clock in seconds; advanced by the caller that runs units, by awaited copies, and by waits for background
+            copies.
     """
 
     def __init__(self, like: Device, link: LinkCostModel | None = None) -> None:

@@ -1,11 +1,17 @@
-"""Copy speed of a device: as measured, and as assumed for decisions before a run.
+"""Speed of copies between a device and the host, assumed or measured, and speed of the host's memory.
 
-Decisions before a run, except the placement of updates, use an assumed speed, because a decision by measurement could
-differ from run to run (note in `shard/cost/compute_estimate.py`). `pool/runtime/cut_budget.py` gives the assumed link,
-or the measured speeds for `optimizer_placement="auto"`, to the planner of shards when a model is cut; `survey.py`
-measures the links for `hydra-tune devices`. `train/timing/step_timing.py` starts from the assumed link where a forecast
-measures copies. The passes that decide by copy times, such as `shard/cost/activation_policy.py`, take a `LinkCostModel`
-and never measure.
+Decisions before a run use the assumed speed (`link_of`), because a decision by measurement could differ from run to run
+(note in `shard/cost/compute_estimate.py`). Two decisions use measured speeds: where updates run, with
+`optimizer_placement="auto"` (`shard/partition/partition_planner.py`), and on GPUs the choice of activations to keep
+(`shard/partition/plan_cache.py`). `pool/runtime/cut_budget.py` gives the planner of shards a function for either speed; the
+speeds are measured when the function is first called. `survey.py` measures the links for `hydra-tune devices`.
+`train/timing/step_timing.py` assumes a speed where the timed steps copied nothing that tells the speed.
+`memory/link_meter.py` and `pool/dry_run/report.py` make `LinkCostModel`s of measured copies; `devices/weightless.py`,
+`shard/cost/activation_policy.py` and `train/timing/fake_trial.py` compute with a `LinkCostModel`. The module must not hold
+memory for trials.
+
+Note: threads. `measured_link`, `link_rates` and `crossing_rate` measure on threads of their own, as a device's worker would;
+`dram_bandwidth` measures on the calling thread.
 """
 
 import functools
@@ -25,8 +31,8 @@ T = TypeVar("T")
 
 _LARGE_BYTES, _SMALL_BYTES = 4 << 20, 64
 _ROUNDS = 3
-_MOST_BYTES = 64 << 20  # larger than caches, and long enough to hide the fixed cost of a copy
-_PART = 4  # each of a measurement's two blocks takes at most this part of the budget
+_MOST_BYTES = 64 << 20  # larger than most caches, and long enough to hide the fixed cost of a copy
+_PART = 4  # a block of `link_rates` or `crossing_rate` takes at most this part of the budget
 _BYTES_PER_SECOND = 4e9  # of a core that copies uncached memory
 _SECONDS_PER_BLOCK = 2e-5  # overhead of each copy
 
@@ -85,7 +91,7 @@ def measured_link(device: Device) -> LinkCostModel:
 
 
 def link_rates(device: Device) -> LinkRates:
-    """Measure the link of a device that no pool is using; takes up to twice 64 MiB of its memory."""
+    """Measure the link of a device that no pool is using; takes up to twice 64 MiB of the device, and as much of the host."""
     return _on_worker(device, lambda: _rates(device))
 
 
@@ -149,7 +155,10 @@ def _seconds(device: Device, nbytes: int) -> float:
 
 @functools.cache
 def dram_bandwidth() -> float:
-    """Return the memory bandwidth of a core of the host in bytes per second, reads plus writes; measured once per process."""
+    """Return the host's memory bandwidth in bytes per second, reads plus writes; measured once per process.
+
+    The bandwidth is that of a core if the calling thread has a single intra-op thread, as a preparer has.
+    """
     source, target = (torch.zeros(_MOST_BYTES, dtype=torch.uint8) for _ in range(2))
     return 2 * _MOST_BYTES / _fastest(lambda: target.copy_(source))
 

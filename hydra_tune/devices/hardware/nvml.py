@@ -1,8 +1,9 @@
 """GPU facts from NVIDIA's management library (NVML), without a CUDA context.
 
-NVML comes with the driver. The library is absent on a machine without NVIDIA GPUs, and may fail on a machine with GPUs,
-so callers have to work without NVML. `discovery.py` reads the memory of a GPU before its budget is set, and `survey.py`
-reads the version of the driver for `hydra-tune devices`.
+NVML comes with the driver. The library may be absent, and may fail on a machine with GPUs, so callers have to work without
+NVML. `discovery.py` reads a GPU's memory before the budget is set, and for `survey.py`; `survey.py` also reads the version
+of the driver for `hydra-tune devices`. Every call opens NVML and closes NVML again. The module must not hold memory for
+trials.
 """
 
 from collections.abc import Iterator

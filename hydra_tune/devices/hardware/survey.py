@@ -1,7 +1,8 @@
 """Survey of the machine's devices before training: memory, the pool's budgets, and link speeds.
 
 `hydra-tune devices` (`cli/commands/devices.py`) calls `survey`, which opens the devices like a pool, and closes the devices
-again.
+again. The module imports torch, so the command imports the module only once the arguments are read. The module must not
+hold memory for trials.
 """
 
 import platform
@@ -44,11 +45,11 @@ class SurveyedDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerPath:
-    """The path from a GPU's memory to another GPU's memory.
+    """The path from a GPU device to another GPU device.
 
     Attributes:
-        is_direct: whether the GPUs copy directly, because they can access each other's memory; otherwise bytes go over
-            the host.
+        is_direct: whether one copy suffices, on one GPU or because the source GPU can write to the target GPU; otherwise bytes
+            go over the host.
         bytes_per_second: rate of a large copy; None: not direct, or not measured.
     """
 
@@ -63,7 +64,7 @@ class DeviceSurvey:
     """Result of a survey.
 
     Attributes:
-        crossings: paths between each two GPUs, in both directions.
+        crossings: paths between each two GPU devices, in both directions.
         driver: version of the NVIDIA driver; None if NVML does not answer.
         notes: sentences that explain missing devices or facts.
     """
@@ -84,7 +85,7 @@ def survey(devices: str = "auto", device_memory: str | int | None = None, *, mea
     Args:
         devices: as of `open_devices`.
         device_memory: as of `open_devices`.
-        measures: whether to measure links, which takes up to 128 MiB of each device for a moment.
+        measures: whether to measure links, which takes up to 128 MiB of each device in turn.
 
     Raises:
         ConfigError: as of `open_devices`.

@@ -1,9 +1,10 @@
 """Find writes whose effect depends on how a tensor lies in memory.
 
-Stacked members lie otherwise than a member alone: behind a convolution the channels of all members are innermost, and
+Stacked members may lie otherwise than a member alone: behind a convolution the channels of all members are innermost, and
 `flatten` copies such a tensor. So `flatten(h).relu_()` changes `h` in a member's own run, and a copy of `h` in a group.
-`StackedGraph` (`batched_graph.py`) makes the search when a graph is stacked, refuses a graph with such a write, and asks
-`overwritten` which views must be open to writes. The module must not know trials, groups or pools, and runs no operator.
+`StackedGraph` (`batched_graph.py`) makes the search when a graph is stacked, refuses a graph with such a write, asks
+`overwritten` which views must be open to writes, and calls `named`. The module must not know trials, groups or pools, and runs
+no operator.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,7 +103,7 @@ def _written(node: fx.Node, positional: Sequence[Any], keywords: dict[str, Any])
 def _sources(node: fx.Node, positional: Sequence[Any], keywords: dict[str, Any]) -> Iterator[fx.Node]:
     """Yield the arguments whose memory a node's value shares or may share."""
     if not isinstance(node.target, OpOverload):
-        yield from _nodes((positional, keywords))  # `getitem`, or a region, whose results are passed on
+        yield from _nodes((positional, keywords))  # such as `getitem`, or a region, whose results are passed on
         return
     for argument, value in named(node.target, positional, keywords):
         if argument.alias_info is not None:

@@ -1,12 +1,13 @@
-"""`StackedGraph`: run a captured graph on stacked members, with a single call per node for all of them.
+"""`StackedGraph`: run a captured graph on stacked members, with a single call per node where possible.
 
 Every value is either stacked, with the members in front, or shared by all members (derived from constants alone). A
 node with only shared inputs that draws no random numbers runs once. A node with stacked inputs runs by its own rule
-(`batching_rules.py` and others), by `batched_random.drawn` if the node draws random numbers, or else under `torch.vmap`. An
-operator without any of these forms runs once for each member (`per_member_fallback.py`). Regions such as
-`torch.no_grad()` also run node by node. `stacked_plan` (`fusion/compile/batched_plan.py`) makes a `StackedGraph` of each
-shard when a group's plan is made; `fusion/ragged/multi_head_graph.py` makes a `StackedGraph` of the beginning and of each
-head. Units of a group, and traces, call the graph.
+(`batching_rules.py` and others), or else under `torch.vmap`; a node that draws random numbers runs by `batched_random.drawn`
+or `batched_random.masks`. An operator for which no such form works runs once for each member (`per_member_fallback.py`).
+Regions such as `torch.no_grad()` also run node by node. `stacked_plan` (`fusion/compile/batched_plan.py`) makes a
+`StackedGraph` of each shard when a group's plan is made; `fusion/ragged/multi_head_graph.py` makes a `StackedGraph` of the
+beginning and of each head. Units of a group, and traces (`batched/joint_graph.py`), call the graph. The module must not know
+trials, groups or pools.
 
 Note: bits. No operator may mix members: a NaN of one member must leave the others' bits alone. The order of the forms (rule,
 vmap, each member alone) is part of the numbers, because forms round differently.
@@ -71,7 +72,7 @@ class _StackedCall:
 
 
 class StackedGraph:
-    """Runs a graph for all members at once.
+    """Runs a graph for all members.
 
     Args:
         module: the graph, captured for a single member.

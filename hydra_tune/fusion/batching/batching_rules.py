@@ -1,10 +1,11 @@
 """Operators on stacked members that `torch.vmap` handles badly: the same arithmetic in a single call for all members.
 
 Every rule takes the operator's own arguments, with the members in front of every tensor, and returns the result with
-the members in front; `elementwise` takes the operator as well. A rule returns None for arguments that `torch.vmap` should
-handle. `StackedGraph` (`batched_graph.py`) looks up a node's rule when a graph is stacked, and calls the rule at each run of
-the node with stacked inputs; `MaskedReduction` (`fusion/ragged/masked_loss.py`) calls `cross_entropy`, and
-`aliasing_writes.py` reads `VIEWS`. Rules must not mix members, and must not know trials, groups or pools.
+the members in front; `elementwise` takes the operator as well, and rules of `VIEWS` take `settles`. A rule returns None for
+arguments that the graph should run under `torch.vmap` or for each member. `StackedGraph` (`batched_graph.py`) looks up a
+node's rule when a graph is stacked, and calls the rule at each run of the node with stacked inputs; `MaskedReduction`
+(`fusion/ragged/masked_loss.py`) calls `cross_entropy`, and `aliasing_writes.py` reads `VIEWS`. Rules must not mix members,
+and must not know trials, groups or pools.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,13 +1,14 @@
 """Convolutions, pooling, upsampling, batch and group norm on stacked members: members become additional channels.
 
 `StackedGraph` (`batched_graph.py`) finds the rules through `batching_rules.py`, and calls a rule at each run of such an
-operator on stacked members. A rule must not mix channels of several members. A rule for convolutions or pooling returns
-None for input without a batch dimension, and the graph then runs the operator under `torch.vmap`.
+operator on stacked members. A rule must not mix channels of several members, and must not know trials, groups or pools. A
+rule for convolutions, pooling or upsampling returns None for input without a batch dimension, and the graph then tries
+`torch.vmap`.
 
-Note: layout. Outputs have the shape `(N, batch, channels, ...)` and lie in memory as `(batch, ..., N, channels)`, with
-all members' channels innermost, where kernels are fast. An operator accepts its predecessor's output in this layout
-without a copy, and elementwise operators preserve the layout. Where the layout ends (`settled`), gradients are
-converted back into it.
+Note: layout. Outputs have the shape `(N, batch, channels, ...)`. Where the kernel keeps the layout of its input, outputs lie in
+memory as `(batch, ..., N, channels)`, with all members' channels innermost, where kernels are fast. A rule accepts its
+predecessor's output in this layout without a copy, and elementwise operators preserve the layout. Where the layout ends
+(`settled`), gradients are converted back into the layout.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,7 +72,7 @@ def convolution(spatial: int, *, transposed: bool = False) -> Callable[..., Tens
         dilation: Sequence[int] = (1,),
         groups: int = 1,
     ) -> Tensor | None:
-        """Convolve stacked images `[members, samples, channels, ...]`; return None for images without a batch dimension."""
+        """Convolve stacked inputs `(N, batch, channels, ...)`; return None for inputs without a batch dimension."""
         # Unbatched input: left to `torch.vmap`.
         if x.dim() != spatial + _CHANNELS + 1:
             return None

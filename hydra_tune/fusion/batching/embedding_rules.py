@@ -1,7 +1,8 @@
 """`nn.Embedding` and `nn.EmbeddingBag` of stacked members: the members' tables concatenated to a single table.
 
-`StackedGraph` (`batched_graph.py`) calls a rule at each run of an embedding operator on stacked members. An index must never
-reach a row of another member's table.
+`StackedGraph` (`batched_graph.py`) calls a rule at each run of an embedding operator on stacked members, `embedding_bag` only
+where the graph uses no other result than the bags. An index must never reach a row of another member's table. The module must
+not know trials, groups or pools.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,9 @@
 """Run an operator without a batched form for each member in turn, and stack the results.
 
 `StackedGraph` (`batched_graph.py`) calls `apart` at each run of a node for which neither a rule nor `torch.vmap` works, of
-a random operator that takes no generator, and of recurrent layers in low precision for which torch has a kernel of their own.
-The module must not know trials, groups or pools.
+a random operator that `random_decomposition.py` cannot record, and of recurrent layers in low precision for which torch has a
+kernel of their own. A random operator runs for active members only, each with the member's own generator (`for_each` of
+`batched/batched_random.py`). The module must not know trials, groups or pools.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,7 +3,7 @@
 The arithmetic is that of torch's own cells (`RNN.cpp`). As in torch, a layer's input products are computed for all time
 steps at once. Dropout between layers draws each member's masks from the member's own generator. `StackedGraph`
 (`batched_graph.py`) calls a rule at each run of a recurrent layer's operator on stacked members, except in low precision
-where torch has a kernel of its own. The module must not know trials, groups or pools.
+where torch has a kernel of its own. A rule must not mix members, and must not know trials, groups or pools.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -5,9 +5,10 @@ lets autocast see the products. So the operands of a member's operator are cast 
 autocast. Autocast itself tells what is cast: a probe runs the operator on tensors without bytes, of a single member, and
 `_FOUND` keeps the answer for each kind of operands in a process. An operator that autocast does not know, but that torch
 composes of operators which autocast may know, runs under autocast; so does an operator with results that no casts of the
-operands explain. `StackedGraph` (`batched_graph.py`) prepares the operands of each node, and checks the dtypes of results.
-The module must not know trials, groups or pools. `_FOUND` has no lock: threads that probe the same operator at once find
-the same answer.
+operands explain. In low precision, `StackedGraph` (`batched_graph.py`) prepares the operands of each node, except those of
+recorded primitives, and asks whether recurrent layers have a kernel. In any precision, `StackedGraph` asks for the dtypes of a
+member's results where stacking could change the dtypes. The module must not know trials, groups or pools. `_FOUND` has no
+lock: threads that probe the same operator at once find the same answer.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,8 @@
 
 `tails_of` (`fusion/ragged/loss_heads.py`) cuts heads out of graphs when plans with different losses are compared;
 `fusion/ragged/multi_head_graph.py` cuts out the common beginning when a group's plan is made, and
-`fusion/matching/plan_diff.py` compares arguments and operators. Graphs here are those of plans with a single shard.
+`fusion/matching/plan_diff.py` compares arguments and operators. Graphs here are those of plans with a single shard. The
+module must not know trials, groups or pools, and leaves the graphs that come in unchanged.
 """
 
 from collections.abc import Sequence

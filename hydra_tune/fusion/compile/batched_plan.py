@@ -1,8 +1,9 @@
 """Turn the plan of a single member into the plan of a group: every shard runs on stacked members.
 
-`GroupPlanFactory` (`batched_plan_cache.py`) stacks a member's plan, and traces the stacked plan, before a group's first
-unit on each kind of batch. Units of the group (`fusion/group/group_step.py`, `fusion/group/multi_step_unit.py`) run the
-`StackedPlanExecutor` of the plan, or the `CapturedPlanExecutor` (`cuda_graph_steps.py`) of its recorded step.
+`GroupPlanFactory` (`batched_plan_cache.py`) stacks a member's plan, and traces the stacked plan with the capture gate held
+alone, before a group's first unit on each kind of batch. Units of the group (`fusion/group/group_step.py`,
+`fusion/group/multi_step_unit.py`) run the `StackedPlanExecutor` of the plan, or the `CapturedPlanExecutor`
+(`cuda_graph_steps.py`) of its recorded step. The module must not decide which trials are in a group.
 
 Note: groups of the same size share a stacked plan and its traces, so a plan must hold no tensor of a group.
 """
@@ -62,7 +63,7 @@ class StackedPlanExecutor:
     Attributes:
         traces: traces of combined forward and backward, by the first node of the shard.
         forwards: traces of forwards without gradients, likewise.
-        untraceable: types of devices for which the plan has no trace, because an attempt has failed.
+        untraceable: types of devices for which no trace is tried again, because an attempt has failed.
     """
 
     traces: dict[int, JointTrace] = field(default_factory=dict)

@@ -1,17 +1,18 @@
 """`GroupPlanFactory`: make, compare, stack and trace the plans of groups.
 
-A member's plan for a kind of batch is stacked and traced once for all groups of the same size in a pool, as long as the
-factory keeps the plan. `GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes the pool's factory. `GroupMatcher`
-(`pool/fusion/group_matcher.py`) compares trials through the pool's factory before a group is formed. `GroupTrial`
-(`fusion/group/group_trial.py`) stacks plans for a group's size, and its `GroupPlanCache` (`group_plan_cache.py`) asks the
-factory for plans when a group meets a new kind of batch. `PlannedSizeChooser` (`fusion/runtime/planned_group_size.py`)
-asks for plans of steps that are to be planned. `GroupSizeChooser` (`fusion/matching/group_size_chooser.py`) times groups
-on plans of a subclass, `UntracedPlanFactory`. `TaskProfileCache` (`fusion/runtime/task_profiles.py`) and
-`FusionForecaster` (`pool/dry_run/fusion_report.py`) make factories of their own. The module must not decide which trials
-are in a group.
+A member's plan for a kind of batch is stacked and traced once for all groups of a pool that have the same size and the same
+differences between members, as long as the factory keeps the plan. `GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes the
+pool's factory. `GroupMatcher` (`pool/fusion/group_matcher.py`) compares trials through the pool's factory before a group is
+formed. `GroupTrial` (`fusion/group/group_trial.py`) stacks plans for a group's size, and its `GroupPlanCache`
+(`group_plan_cache.py`) asks the factory for plans when a group meets a new kind of batch. `PlannedSizeChooser`
+(`fusion/runtime/planned_group_size.py`) asks for plans of steps that are to be planned. `GroupSizeChooser`
+(`fusion/matching/group_size_chooser.py`) times groups on plans of a subclass, `UntracedPlanFactory`. `TaskProfileCache`
+(`fusion/runtime/task_profiles.py`) and `FusionForecaster` (`pool/dry_run/fusion_report.py`) make factories of their own. The
+module must not decide which trials are in a group.
 
 Note: threads. Any thread may call. A capture runs the member's own code on the calling thread, with the member's streams.
-A trace takes the capture gate alone, so no caller may hold the gate shared. Stacked plans are shared by all groups of a
+A trace takes the capture gate alone, so no caller may hold the gate shared. `stacked` makes a plan with the
+factory's lock held; captures, comparisons and traces run without the lock. Stacked plans are shared by all groups of a
 pool: a plan must hold nothing of a group.
 """
 
@@ -42,7 +43,7 @@ from hydra_tune.shard.partition.plan_request import TrialStateLayout
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 CUDA_GRAPHS = "cudagraphs"
 """Value of `backend` with which hydra-tune itself records steps as CUDA graphs (`cuda_graph_steps.py`)."""
-_MAX_KEPT = 64  # stacked plans of each kind of batch, and comparisons of groups
+_MAX_KEPT = 64  # stacked plans of each member's plan, and comparisons of groups
 _MAX_PAIRS = 4096  # compared pairs of architectures: each trial of a search over dropout has an architecture of its own
 
 
@@ -72,7 +73,7 @@ class GroupPlanFactory:
         """Return a member's plan for a request.
 
         Args:
-            member: any built member of the group; only read.
+            member: any built member of the group; only read, except for the files that the member watches.
             wanted: the request.
             like: how the group's state is cut, if there is a state.
 
@@ -113,7 +114,7 @@ class GroupPlanFactory:
         """Return the first member's plan, with the differences of the others: dropout probabilities, losses and numbers.
 
         Args:
-            members: built members of a group, or candidates; only read.
+            members: built members of a group, or candidates; only read, likewise.
             wanted: a request of the first member.
             like: as of `of_member`.
 
@@ -236,7 +237,7 @@ class GroupPlanFactory:
         may_compile: bool = True,
         place: torch.device | None = None,
     ) -> None:
-        """Trace a group's plan with a single shard, unless there is a trace already, or a trace has failed before.
+        """Trace a group's plan if the plan has a single shard, has no trace, and no trace has failed before.
 
         A trace that has failed for lack of memory may be tried again.
 

@@ -1,9 +1,9 @@
 """Compile a group's traced step with `torch.compile`: optional, since compiling often takes longer than a whole search.
 
 The compiled code is run once beside the trace, on synthetic inputs. If the compiler fails, or the losses or gradients
-differ by more than a thousandth, the group runs the trace, and the log gives the reason. `trace_step`
+differ by more than a thousandth of the largest number, the group runs the trace, and the log gives the reason. `trace_step`
 (`batched_plan.py`) calls `compiled_trace` right after tracing a training step for CPU devices if `fusion_compile` names a
-compiler; `cuda_graph_steps.py` compares a recorded step by `difference`.
+compiler; the caller holds the capture gate alone. `cuda_graph_steps.py` compares a recorded step by `difference`.
 """
 
 import logging
@@ -26,7 +26,7 @@ _TOLERANCE = 1e-3  # relative to a tensor's largest value
 def compiled_trace(
     trace: JointTrace, backend: str, operands: ShardOperands, written: Sequence[int], count: int
 ) -> JointTrace:
-    """Return the trace with compiled code, or the trace unchanged if compiling fails.
+    """Return the trace with compiled code, or the trace unchanged if compiling fails or gives other numbers.
 
     Nothing else may compute meanwhile.
     """
@@ -46,7 +46,7 @@ def compiled_trace(
 
 
 def _filled(trace: JointTrace, operands: ShardOperands, count: int) -> list[Tensor]:
-    """Return synthetic operands and noise: small positive numbers, and zeros for integers, which are valid indices."""
+    """Return synthetic operands and noise: numbers from 0 to 0.1, and zeros for integers, which are valid indices."""
     # A separate generator with a fixed seed: both runs see equal inputs, and no trial's stream advances.
     generator = torch.Generator().manual_seed(0)
     tensors = []

@@ -1,4 +1,4 @@
-"""`BucketScheduler`: choose the members computed next, always members with the same kind of batch.
+"""`BucketScheduler`: choose the members computed next, always members whose batches can be computed together.
 
 `GroupTrial` (`group_trial.py`) asks `BucketScheduler` before each step, round or evaluated batch of a group, though not
 between the batches of an accumulated step.

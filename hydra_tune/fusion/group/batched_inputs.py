@@ -1,7 +1,8 @@
 """`StackedBatches`: the batches of a group's members as a single batch, with the members in front.
 
 `GroupExecutor` (`group_executor.py`) stacks the members' next batches before each step, round or evaluated batch, and
-during a round whenever the stacked batches are used up.
+during a round whenever the stacked batches are used up. Rounds (`multi_step_unit.py`, `fusion/runtime/planned_unit.py`) take
+the stacked batches one by one. The module must not know plans or devices: the tensors are on the host.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,8 @@
 """`GroupExecutor`: compute the members' batches together as units on stacked tensors, and hand every member its results.
 
 `GroupTrial` (`group_trial.py`) calls `GroupExecutor` for each step, round or evaluated batch, after the choice of the
-members.
+members, and makes a further `GroupExecutor` for each part of an evaluation that does not fit a device whole. The module must
+not choose the members of a batch. A single thread at a time runs a group, so no lock is taken.
 
 Note: masks. `set_up` names the active slots to the streams and, before a training batch, to the optimizer. Units draw
 for active slots only, and results of resting slots reach no member.

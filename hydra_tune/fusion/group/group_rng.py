@@ -2,11 +2,14 @@
 
 `SlotTable` (`slot_table.py`) makes `GroupStreams` when a group begins or changes its size, and for the parts of an
 evaluation; each unit of the group that draws random numbers (`group_step.py`, `multi_step_unit.py`,
-`fusion/runtime/paired_unit.py`) enters `drawing`.
+`fusion/runtime/paired_unit.py`) enters `drawing`. `GroupTrial` (`group_trial.py`) has members' own optimizers
+(`batched/per_member_optimizer.py`) step within `updating` and `of_member`.
 
 Note: a slot that is not active must draw nothing and write no state back. Streams belong to the members, and a vacant slot
-holds the streams of a member that may draw in another slot or elsewhere (`vacant` in `slot.py`). On a GPU, a unit holds the
-turn of the device's generator while members draw.
+holds the streams of a member that may draw in another slot or elsewhere (`vacant` in `slot.py`).
+
+Note: locks. On a GPU, a unit holds the turn of the device's generator while members draw, and takes the turn before the
+capture gate.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

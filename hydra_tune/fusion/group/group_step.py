@@ -2,7 +2,8 @@
 
 `GroupExecutor` (`group_executor.py`) makes a `GroupStep` for each training step and a `GroupEvaluation` for each
 evaluated batch, unless a round (`multi_step_unit.py`) runs the batch. `SlotTable` (`slot_table.py`) makes the
-`GroupGradients`, which rounds and planned steps (`fusion/runtime/`) use too.
+`GroupGradients`, which rounds and planned steps (`fusion/runtime/`) use too. A single thread at a time runs a group, so no
+lock is taken.
 
 Note: masks. Results of resting slots are computed and dropped by selecting rows, never by a product with zero, because
 zero times NaN is NaN. A member whose loss, or scaled gradient, is not finite takes no step, and must not stop the others.

@@ -4,8 +4,9 @@ The group advances the members' own training loops (`membership.py`), picks the 
 (`batch_bucketing.py`), and yields units that compute all of them on stacked tensors (`group_executor.py`).
 `GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes a `GroupTrial` when a job in preparation has found further
 members, or has left a group; `FusionBenchmark` (`fusion/matching/group_timing.py`) makes a `GroupTrial` to time a group
-size; and `PairTrial` (`fusion/runtime/pair_trial.py`) advances two groups. The module must not plan for less memory:
-`PlannedStepCache` (`fusion/runtime/planned_unit.py`) does.
+size; and `PairTrial` (`fusion/runtime/pair_trial.py`) advances two groups. `LiveGroup` (`pool/fusion/live_group.py`) and
+`PairSide` (`fusion/runtime/pair_side.py`) answer a group's questions about joins and sizes. The module must not plan for less
+memory: `PlannedStepCache` (`fusion/runtime/planned_unit.py`) does.
 
 Note: threads. A single thread at a time advances a group, and members' code, joins, leaves and changes of size run only
 there, between two steps. Other threads may set `goes_back` and `most`, call `make_ready`, and ask `is_due`, `admits` or

@@ -1,16 +1,20 @@
 """`MemberTrial`: a trial inside a fused group; its training loop asks the group to compute every batch.
 
 A member runs the loop of `SingleTrial` with its own data, random streams, schedule, history and reports. The loop
-yields `MemberBatchRequest` requests instead of units. A member outside any group (`is_fused` False) runs like an
-ordinary trial. `GroupMatcher` (`pool/fusion/group_matcher.py`) builds a member when a job of a `FusedPool` is prepared,
-and `FusionBenchmark` (`fusion/matching/group_timing.py`) for timed steps; `GroupTrial` (`group_trial.py`) has the
-requests of its members computed together. `GroupSlot` (`slot.py`) runs a member to its next request, `SlotTable`
-(`slot_table.py`) sets `fetch`, and the makers of plans (`fusion/compile/group_plan_cache.py`,
-`fusion/compile/batched_plan_cache.py`, `fusion/runtime/planned_group_size.py`) look at first batches with `peek`.
+yields requests (`MemberBatchRequest`, `PartialStepRequest`) instead of units. A member outside any group (`is_fused` False)
+runs like an ordinary trial. `GroupMatcher` (`pool/fusion/group_matcher.py`) builds a member when a job of a `FusedPool` is
+prepared, and `FusionBenchmark` (`fusion/matching/group_timing.py`) for timed steps; `FusedJob` (`pool/fusion/fused_job.py`)
+keeps a job's member. `GroupTrial` (`group_trial.py`) has the requests of its members computed together. `GroupSlot` (`slot.py`)
+runs a member to its next request, `SlotTable` (`slot_table.py`) sets `fetch`, and the makers of plans
+(`fusion/compile/group_plan_cache.py`, `fusion/compile/batched_plan_cache.py`, `fusion/runtime/planned_group_size.py`,
+`GroupMatcher`) look at first batches with `peek`. A member must not know the other members.
 
 Note: ownership. While a member is in a group, the group's stack holds the present weights and optimizer state, and the
 member's own module and optimizer are stale until `fetch`. Rates, random streams, loss scale and history stay the
 member's own: the member's scheduler goes on writing to the member's own optimizer, where the group reads the rates.
+
+Note: threads. In a group, the thread that advances the group runs the member's code. Another thread may take a snapshot while
+the group waits, so that no unit of the group runs.
 
 Note: random numbers. A look at data or a capture must leave the member's streams and feed where they were (`peek`).
 

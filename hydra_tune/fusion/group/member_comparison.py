@@ -1,7 +1,7 @@
 """`MemberComparison`: compares the captured steps of a group's members with their eager steps before reports.
 
-`MemberCoordinator` (`membership.py`) asks before each report, through `GroupTrial` (`group_trial.py`), which also notes
-each training step.
+`MemberCoordinator` (`membership.py`) asks before each report, through `GroupTrial` (`group_trial.py`), which also notes a
+training step of each unit.
 
 Note: turns. A single member is compared for the reports of a step, another member the next time, within a hundredth of
 the group's time. The comparison must leave parameters and random streams unchanged. A comparison copies the slot to the
@@ -25,7 +25,7 @@ class MemberComparison:
     """The comparisons of a group.
 
     Args:
-        is_exact: whether captured steps have the bits of eager steps on the host: no compiler, and no GPU.
+        is_exact: whether plans are made for bits of the host, as in a pool with a CPU device; otherwise nothing is compared.
     """
 
     def __init__(self, places: SlotTable, kinds: GroupPlanCache, library: PlanLibrary, *, is_exact: bool) -> None:

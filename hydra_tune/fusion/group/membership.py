@@ -3,7 +3,8 @@
 Between steps members continue to their next batch, report and receive answers, end, leave, and join. `GroupTrial`
 (`group_trial.py`) calls `settled` before each step, round or evaluated batch, and `advance` for every computed member
 afterwards. `GroupExecutor` (`group_executor.py`) calls `advance` between the batches of a step of several batches, and
-`go_on` inside the unit of a round.
+`go_on` inside the unit of a round. `LiveGroup` (`pool/fusion/live_group.py`) and `PairSide` (`fusion/runtime/pair_side.py`)
+wait for `PATIENCE_SECONDS` too. The module must not know how batches are computed.
 
 Note: lock-step. Every member names the batch to compute next, and members with the same kind of batch compute together
 (`batch_bucketing.py`). A member whose reports are answered (`GroupSlot.waits`) rests from a report until the answer
@@ -11,7 +12,7 @@ arrives. The group waits only when all members rest.
 
 Note: order. Members end and leave first, then the stack changes its size, then new members join, and answered members
 continue last. An error of a member's code is stored in the slot and ends only this member. Other threads only set flags
-of a slot (`stop`, `is_paused`, `is_answered`), and may ask `is_due`.
+of a slot (`stop`, `is_paused`, `is_answered`), and may ask `is_due`; there is no lock.
 """
 
 import time

@@ -4,17 +4,18 @@
 all members that want a batch take part. `PlannedRound` (`fusion/runtime/planned_unit.py`) and `PairRoundHalf`
 (`fusion/runtime/paired_unit.py`) are rounds of planned steps.
 
-Note: contents of a round. A single lease holds parameters and optimizer state from the first step to the last. Between
-steps the members take their losses and advance to their next batches, inside the lease, on the device's thread. A round
-begins no further step after `SECONDS`, nor when a member wants anything other than a batch of the same kind (a report,
-an evaluation, its end), is to be stopped or paused, has a loss that is not finite, or has changed what the plan has
-baked in.
+Note: contents of a round. A single lease holds parameters and optimizer state from the first step to the last. When the
+stacked batches are used up, the members take their losses and advance to their next batches, inside the lease, on the device's
+thread. A round begins no further step after `SECONDS`, after a loss that is not finite, or after a step that has made optimizer
+state. A round takes no further batches when a member wants anything other than a batch of the same kind (a report, an
+evaluation, its end), is to be stopped or paused, or has changed what the plan has baked in.
 
 Note: out of memory. The random numbers of a step are kept until the step is over, and overwritten buffers are restored.
 A unit repeated after a failure before an update therefore resumes with the failed step; a failed update cannot be
 repeated.
 
-Note: locks. A step takes the generator's turn first and the capture gate second, as everywhere.
+Note: locks. A step takes the generator's turn first and the capture gate second, as everywhere. The members advance outside
+the gate, and on a GPU outside the generator's turn.
 """
 
 import math

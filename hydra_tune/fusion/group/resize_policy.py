@@ -1,6 +1,8 @@
 """`GroupResizePolicy`: decide how many slots a group has, from step to step.
 
-`GroupTrial` (`group_trial.py`) asks `GroupResizePolicy` between two steps, before new members join.
+`GroupTrial` (`group_trial.py`) asks `GroupResizePolicy` between two steps, before new members join, and tells of each computed
+batch. `LiveGroup` (`pool/fusion/live_group.py`) and `PairTrial` (`fusion/runtime/pair_trial.py`) may lower `most` through
+`GroupTrial`, on any thread; the policy has no lock. The policy must not know whether the plans for a size are ready.
 """
 
 _PATIENCE_STEPS = 16
@@ -9,8 +11,8 @@ _PATIENCE_STEPS = 16
 class GroupResizePolicy:
     """Decides when a group gains or loses slots.
 
-    New sizes are powers of two, which keeps the number of plans small, or the largest permitted size. A group grows as
-    soon as a member waits without a vacant slot. A group shrinks only if no member waits and at least half of its slots
+    New sizes are powers of two, which keeps the number of plans small, or the largest permitted size. A group is to grow as
+    soon as a member waits without a vacant slot, and to shrink only if no member waits and at least half of its slots
     have been vacant for `_PATIENCE_STEPS` batches: an ended trial is often followed by a new trial, and resizing the
     stack twice would gain nothing.
     """

@@ -5,9 +5,11 @@
 `MemberCoordinator` (`membership.py`) calls the delegate when a member ends, waits with a report or leaves, and when a
 member may join. `GroupTrial` (`group_trial.py`) asks the delegate about the size, and has measured times passed to the
 delegate. The delegate is `LiveGroup` (`pool/fusion/live_group.py`); for a group of a pair a `PairSide`
-(`fusion/runtime/pair_side.py`), which asks `LiveGroup`; where steps are timed, a `ClosedGroupDelegate`. A slot has no
-lock: only `is_paused` and `stop`, and `is_answered` through the delegate, may be set on other threads than the thread
-that advances the group.
+(`fusion/runtime/pair_side.py`), which asks `LiveGroup`; where steps are timed, a `ClosedGroupDelegate`.
+
+Note: threads. A slot has no lock: only `is_paused`, `stop` and `is_answered` may be set on other threads than the thread
+that advances the group. `FusedPool` (`pool/fusion/fused_pool.py`) and `GroupJobLauncher` (`pool/fusion/group_jobs.py`) set
+these flags under the pool's lock.
 """
 
 from collections.abc import Sequence

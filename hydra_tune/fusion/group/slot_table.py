@@ -1,8 +1,9 @@
 """`SlotTable`: the slots of a group, their occupants, and the stacked state.
 
-`GroupTrial` (`group_trial.py`) makes the table, and changes its size. `MemberCoordinator` (`membership.py`) lets members
-in and out between two steps; `GroupExecutor` (`group_executor.py`) reads the slots to stack batches and to hand out
-results.
+`GroupTrial` (`group_trial.py`) makes the table, changes its size, and keeps the stacked state and plans there.
+`MemberCoordinator` (`membership.py`) lets members in and out between two steps; `GroupExecutor` (`group_executor.py`) reads
+the slots to stack batches and to hand out results; `MemberComparison` (`member_comparison.py`) copies a member out. The table
+has no lock: no unit of the group may run during a copy.
 
 Note: joining and leaving. A group has a number of slots. Between two steps a member that has ended or is paused gives
 its slot to another member (`put_in`). The new member begins or continues its training, at whatever step the others are.
@@ -67,7 +68,7 @@ class SlotTable:
 
     @property
     def vacant(self) -> list[int]:
-        """Indices of vacant slots."""
+        """Indices of slots whose members have ended or left."""
         return [index for index, seat in enumerate(self.seats) if seat.status is not None]
 
     def part(self, slots: range) -> "SlotTable":
@@ -78,7 +79,7 @@ class SlotTable:
         return part
 
     def welcome(self, seat: GroupSlot) -> None:
-        """Mark a member as part of the group, once its state is in the stack."""
+        """Mark a member as part of the group, once its state is in the stack, or before there is a stack."""
         seat.is_handed_back = False
         seat.member.is_fused = True
         seat.member.num_shards = 0 if self.state is None else len(self.state.layout.plan.shards)

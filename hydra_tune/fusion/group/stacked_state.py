@@ -7,7 +7,7 @@ into a slot. `GroupTrial` (`group_trial.py`) builds the state before the first s
 
 Note: no unit of the group may run during a copy. The stacked tensors belong to a `ModelState`
 (`train/state/model_state.py`), whose blocks may move to another device or to the host between two units, so a slot is
-read through `aliases` and written through `rewrite`.
+read through `aliases` and written through `rewrite`. The module must not choose the slots: `SlotTable` does.
 """
 
 import copy

@@ -3,9 +3,10 @@
 `fusion_key` reduces a trial to a hashable key. Trials with equal keys are candidates for a group;
 `GroupPlanFactory.check_alike` then compares the captured graphs. Trials of a sweep over learning rates or dropout
 probabilities, for example, have equal keys. `GroupMatcher` (`pool/fusion/group_matcher.py`) takes a trial's key as soon
-as the trial is built, without the pool's lock, so nothing of the trial may be changed or run here.
-`pool/dry_run/fusion_report.py` takes the key of each task that `HydraExecutor.plan` forecasts, and
-`pool/dry_run/step_profiles.py` where a profile is asked for.
+as the trial is built, without the pool's lock, so nothing of the trial may be changed or run here; `LiveGroup`
+(`pool/fusion/live_group.py`) compares a joiner's key with the group's. `pool/dry_run/fusion_report.py` takes the key of each
+task that `HydraExecutor.plan` forecasts, and `pool/dry_run/step_profiles.py` where a profile is asked for;
+`fusion/runtime/task_profiles.py` calls `check_task`.
 
 Note: a property must enter the key if the step's graph or the group's update depends on the property, and no other check
 compares the property.

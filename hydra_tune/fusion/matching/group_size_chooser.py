@@ -2,8 +2,8 @@
 
 `ExecutorSettings` (`pool/runtime/settings.py`) makes the chooser of a pool, and `GroupMatcher`
 (`pool/fusion/group_matcher.py`) asks the chooser when a job looks for members of a new group;
-`fusion/runtime/planned_group_size.py` uses `steps_of`, and `pool/dry_run/fusion_report.py` times steps by `timed_alone` and
-on an `UntracedPlanFactory`.
+`fusion/runtime/planned_group_size.py` and `GroupMatcher` use `steps_of`, and `pool/dry_run/fusion_report.py` times steps by
+`timed_alone` and on an `UntracedPlanFactory`. The module must not train a group: `group_timing.py` runs steps, on copies.
 
 Note: a lock is held while steps are timed, and `refuse` waits for the lock too, so no caller may hold the pool's lock.
 """

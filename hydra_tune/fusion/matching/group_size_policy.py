@@ -2,13 +2,14 @@
 
 `GroupSizeChooser` (`group_size_chooser.py`) asks `next_size` before each measurement and `chosen_size` after the last
 measurement; `pool/dry_run/fusion_report.py` does the same for `HydraExecutor.plan(probe=True)`. `GroupMatcher`
-(`pool/fusion/group_matcher.py`) asks for `LEAST_GAIN` of planned steps, too.
+(`pool/fusion/group_matcher.py`) asks for `LEAST_GAIN` of planned steps, too, where a device has room for a single trial only.
+The module must not run steps: the callers measure.
 
 Note: order of the measurements. Timing a group costs a few steps of all its members: little if the group gains, and
 much if not. So the first size is the largest size with a worst-case cost within a small share of the remaining work. If a
 size gains, larger sizes follow, since their cost can now be predicted. If a first size below `_LARGE` does not gain, the
 next larger size follows. Otherwise smaller sizes follow as long as the gains grow, and larger sizes if a line through the
-measurements predicts a gain. The module must not run steps: the callers measure.
+measurements predicts a gain. Nothing follows where a group of at least `_LARGE` gains less than `_HOPELESS_GAIN`.
 """
 
 from collections.abc import Mapping
@@ -23,9 +24,9 @@ COST_SHARE = 0.02
 """Share of the remaining work that measurements may cost while nothing indicates a gain."""
 
 _HOPE_SHARE = 0.1  # share of the expected saving that measurements may cost in addition
-_PROBE_STEPS = 4  # steps that timing a group takes, see `group_timing.py`
+_PROBE_STEPS = 4  # steps that timing a group takes, about; see `group_timing.py`
 _WORST_GAIN = 0.6  # pessimistic gain of an untimed group
-_LARGE, _HOPELESS_GAIN = 8, 0.8  # if so large a group gains no more, no size will
+_LARGE, _HOPELESS_GAIN = 8, 0.8  # if so large a group gains less, no size will gain enough
 _TRACE_STEPS = 20  # cost of tracing a group, in untraced steps of the group
 
 

@@ -1,9 +1,11 @@
 """Compare plans of several trials, which may differ only in dropout probabilities, losses and metrics.
 
 Trials whose architecture keys differ only in numbers can still have equal graphs, because a dropout probability is just
-an argument of an operator. The comparison walks the captured graphs node by node and ignores the probabilities.
-`GroupPlanFactory` (`fusion/compile/batched_plan_cache.py`) compares plans before a group is formed, and again when a
-group stacks a plan for its present members; `stacked_plan` (`fusion/compile/batched_plan.py`) uses `with_stand_ins`.
+an argument of an operator. The comparison walks the captured graphs node by node and, outside regions such as
+`torch.no_grad()`, ignores the probabilities. `GroupPlanFactory` (`fusion/compile/batched_plan_cache.py`) compares plans before
+a group is formed, and again when a group stacks a plan for its present members. `stacked_plan`
+(`fusion/compile/batched_plan.py`) uses `with_stand_ins` and `refuse_whole`; `GroupTrial` (`fusion/group/group_trial.py`) keeps
+the `MemberDifferences` for the units. The module must not train a group.
 
 Note: a difference that is overlooked trains a member on another member's graph, so anything not known to be equal counts as
 a difference.
@@ -96,7 +98,7 @@ def likeness(plans: Sequence[ShardPlan]) -> MemberDifferences:
     kind_numbers = [_kind_of(plan, kinds) for plan in plans]
     rows = None
     if len(kinds) > 1:
-        # All kinds share a single beginning: the shortest of any two.
+        # All kinds share a single beginning: the shortest that the first kind has in common with another kind.
         length = min(_common(kinds[0], kind) for kind in kinds[1:])
         rows = HeadAssignment(tails_of(kinds, length), tuple(kind_numbers))
     return MemberDifferences(_differing(plans), rows)

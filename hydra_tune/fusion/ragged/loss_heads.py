@@ -6,7 +6,7 @@ every head on the rows of its members. `likeness` (`fusion/matching/plan_diff.py
 different losses are compared, `multi_head_graph.py` runs the heads in the group's steps, and `GroupExecutor`
 (`fusion/group/group_executor.py`) gives each member the results of the member's own head. `GroupPlanFactory`
 (`fusion/compile/batched_plan_cache.py`) keeps stacked plans by the `MultiHeadPlan` object, so the class must stay comparable
-by identity (`eq=False`).
+by identity (`eq=False`). The module must not know groups.
 
 Note: end of the beginning. The beginning extends as far as the graphs are equal. If a value made by then takes part in
 the gradients of some losses only, the beginning ends before the value. A head uses no parameters, draws no random

@@ -1,8 +1,8 @@
 """Losses over the leading samples of a batch only; the remaining samples are padding and do not count.
 
 `counted_losses` (`sample_independence.py`) makes the reductions when a group meets a second batch size;
-`fusion/compile/batched_plan.py` writes the reductions into the plan of the padded batch, and `StackedGraph`
-(`fusion/batching/batched_graph.py`) calls `counted_loss` at each run.
+`fusion/compile/batched_plan.py` writes the reductions into the plan of the padded batch by `with_counts`, and `StackedGraph`
+(`fusion/batching/batched_graph.py`) calls a node's `MaskedReduction` at each run. The module must not know groups.
 """
 
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ class MaskedReduction:
 
 
 def counted_loss(loss: MaskedReduction, counts: Tensor, *tensors: Tensor) -> Tensor:
-    """Call `loss`; the target of graph nodes that reduce over the samples that count."""
+    """Call `loss`; as the target of a node, a mark: `StackedGraph` calls the `MaskedReduction` in the node's `meta`."""
     return loss(counts, *tensors)
 
 

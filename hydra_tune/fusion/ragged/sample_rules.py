@@ -246,7 +246,7 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys([aten.zeros_like.default, aten.ones_like.default], _alike),
     aten.expand.default: _expand,
     **dict.fromkeys([aten.to.dtype, aten._to_copy.default, aten.detach.default, aten.alias.default], _same),  # noqa: SLF001
-    # Dropout comes here only outside training: `_SampleWalk` refuses operators that draw.
+    # Dropout comes here only where nothing is drawn: `_SampleWalk` refuses operators that draw.
     **dict.fromkeys([aten.to.dtype_layout, aten.to.device, aten.contiguous.default, aten.dropout.default], _same),
     aten.type_as.default: _type_as,
     aten.copy_.default: _pointwise,
@@ -302,7 +302,7 @@ def _of_pairs(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | No
 def _of_all(reduction: int) -> _Loss:
     def loss(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | None:
         (tensor,) = node.all_input_nodes
-        # `MaskedReduction` sums in the dtype of the values.
+        # `MaskedReduction` returns a sum or mean in the dtype of the values.
         if named_arguments(node)["dtype"] is not None or not tensor.meta["val"].is_floating_point():
             return None
         return dims(tensor), reduction, {}

@@ -1,7 +1,8 @@
 """`PairingOffer`: the next steps of a group, offered to a pair that can run them in turn with another group's steps.
 
-`GroupTrial` (`fusion/group/group_trial.py`) of a pair makes an offer before each training step that can run in turn,
-and `PairTrial` (`pair_trial.py`) runs or declines the offer.
+`GroupTrial` (`fusion/group/group_trial.py`) of a pair makes an offer before each unit of training steps that can run in turn,
+and `PairTrial` (`pair_trial.py`) runs or declines the offer, on the thread that advances the pair. An offer is bound to the
+group's present state, and ends when the group advances.
 """
 
 from collections.abc import Hashable, Sequence

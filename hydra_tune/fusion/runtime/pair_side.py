@@ -3,8 +3,8 @@
 `GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes both sides with the pair. `PairTrial` (`pair_trial.py`) advances
 both whenever the pool asks the pair for its next unit; a group calls its side, as delegate, between two steps.
 
-Note: threads. A group calls its side on the thread that advances the pair, so a side needs no lock. A side must not decide
-who joins: the pair's delegate (`LiveGroup`, `pool/fusion/live_group.py`) does.
+Note: threads. A group calls its side on the thread that advances the pair, and other threads only read (`PairTrial.is_due`), so
+a side needs no lock. A side must not decide who joins: the pair's delegate (`LiveGroup`, `pool/fusion/live_group.py`) does.
 """
 
 import time

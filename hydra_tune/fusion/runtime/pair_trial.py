@@ -7,9 +7,12 @@ gets the same bits as in its group alone. `GroupJobLauncher` (`pool/fusion/group
 members found for a job are to train as two groups in turn, and `LiveGroup` (`pool/fusion/live_group.py`) treats the
 pair like a group. The module must not decide on swaps: the planner does.
 
+Note: threads. A single thread at a time advances the pair. Other threads may set `goes_back` and `most`, call `make_ready`, and
+ask `is_due`, `is_held`, `admits` or `knows`, as of `GroupTrial`.
+
 Note: staying together. A group that is about to train waits while the other has other work to do. While the other waits
 for answers to reports, the group waits no longer than members of a group wait for each other. If the groups want
-batches of different kinds, the group that is behind goes first.
+batches of different kinds, or their steps cannot be planned in turn, the group that is behind goes first.
 
 Note: end of a group. When a group has ended, its state is released, and the other group continues alone. Merged steps are
 bound to the states of both groups, so the steps are closed before either state.

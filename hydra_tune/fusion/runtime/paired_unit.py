@@ -1,7 +1,8 @@
 """`PairRound`: steps of two groups in turn in a single unit; each backward is merged with the other group's forward.
 
 `PairTrial` (`pair_trial.py`) makes a `PairRound` whenever both groups are about to make steps that can run in turn, of the
-halves that `GroupExecutor` (`fusion/group/group_executor.py`) has made for the groups' offers (`pair_offer.py`).
+halves that `GroupExecutor` (`fusion/group/group_executor.py`) has made for the groups' offers (`pair_offer.py`). A single
+thread at a time runs a pair, so no lock is taken for the halves.
 
 Note: ends of a unit. A unit begins with a lone forward (the prologue) and ends with a lone backward (the epilogue), so
 no step is open between units: members report, are evaluated, saved, stopped, join and leave there. Inside a unit each

@@ -5,8 +5,11 @@ step. All ways to run a step compute the same graphs with the same bits, so trai
 unit. The way with the best prediction runs first and is timed: `PlannedRound` (`planned_unit.py`) and `PairRound`
 (`paired_unit.py`) report the time of a step after each unit. If the prediction is off by more than `TOLERANCE`, the
 measurement corrects the profiles, the steps are planned again, and the new ways run in turn with the first way; the
-fastest stays. If even the fastest takes longer than first predicted, `LiveGroup` (`pool/fusion/live_group.py`) compares
-with groups that need no plan, unless `fusion_planner` is "on".
+fastest stays. If even the fastest takes longer than first predicted, beyond `TOLERANCE`, `LiveGroup`
+(`pool/fusion/live_group.py`) compares with groups that need no plan, unless `fusion_planner` is "on".
+
+Note: threads. The thread that advances the group makes all calls, so there is no lock. `took` may plan again, which takes
+seconds and other locks (`step_planner.py`), so its caller may hold neither the pool's lock nor the capture gate.
 """
 
 import logging

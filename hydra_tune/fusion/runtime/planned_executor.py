@@ -1,10 +1,12 @@
 """`DeviceStepRunner`: run a planned step on the device of the current unit, which may change from unit to unit.
 
 `GroupStepRunner` (`planned_unit.py`) and `PairStepRunner` (`paired_unit.py`) are the runners for the planned steps of a
-group and of a pair; `StepPlanAutotuner` (`plan_autotuner.py`) keeps a runner for each way, and closes each runner. The
-runner must not decide on swaps: the schedule of the `PlannedStep` does.
+group and of a pair; `PlannedRound` (`planned_unit.py`) and `PairRound` (`paired_unit.py`) run the steps, and
+`StepPlanAutotuner` (`plan_autotuner.py`) keeps a runner for each way, and closes each runner. The runner must not decide on
+swaps: the schedule of the `PlannedStep` does.
 
-Note: only the thread of the running unit may call `on` and `segment`, inside the unit's lease.
+Note: only the thread of the running unit may call `on` and `segment`, inside the unit's lease. Others may call `close` only
+while no unit runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence

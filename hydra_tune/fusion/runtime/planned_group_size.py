@@ -4,9 +4,11 @@ The class compares planned groups, and pairs of groups in turn, with smaller gro
 wins only if the time per trial falls, unless the user insists on large groups (`fusion_planner="on"`).
 `GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes a pool's chooser, and `GroupMatcher`
 (`pool/fusion/group_matcher.py`) asks the chooser before a group is formed, if more trials wait than fit a device;
-`pool/dry_run/fusion_report.py` calls `compared` for `HydraExecutor.plan(probe=True)`.
+`pool/dry_run/fusion_report.py` calls `kept_way` and `compared` for `HydraExecutor.plan(probe=True)`. The module must not
+decide on swaps: `StepPlanner` (`step_planner.py`) plans each size.
 
-Note: a lock is held while steps are planned, for seconds, so no caller may hold the pool's lock. Members are only read.
+Note: a lock is held while steps are planned, for seconds, and `keeps` waits for the lock too, so no caller may hold the pool's
+lock. Members are only read.
 """
 
 import logging

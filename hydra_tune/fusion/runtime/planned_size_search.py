@@ -1,13 +1,13 @@
 """Which sizes of planned groups are tried, in which order, and how long planning may take. Plain numbers, no tensors.
 
-`compared` (`planned_group_size.py`) plans the steps of each size that `PlannedSizeSearch` names, as long as
-`PlanningBudget` allows.
+`compared` (`planned_group_size.py`) plans the steps of each size that `PlannedSizeSearch` names where users insist on large
+groups, and otherwise of each size that `PartitionSearch` (`planner/search/partitions.py`) names, as long as `PlanningBudget`
+allows. Each comparison makes a search and a budget of its own, so the module has no lock. The module must not plan a step.
 
 Note: order of the sizes. Where users insist on large groups, the largest size that has a plan is wanted. Memory grows
 with the size, so a size that has no plan rules out all larger sizes. As many trials as wait come first, at most twice
-as many as a group may have. A refused size names the memory that it lacks, and the next size is in proportion to that.
-Where the proportion misleads, the sizes in between are halved. Where the fastest partition is wanted, `PartitionSearch`
-(`planner/search/partitions.py`) names the sizes.
+as many as a group may have. A refused size names the memory that it lacks, and the next size is in proportion to that
+memory. Where the proportion misleads, the sizes in between are halved.
 """
 
 import time
@@ -21,7 +21,7 @@ LEAST_SAVING = 0.02
 """Share of the known time that another partition has to promise to save; profiles are no more exact."""
 
 _HOPE_SHARE = 0.1  # share of the expected saving that planning may take once a faster way is known
-_INSISTING_SECONDS = 10.0  # that planning may take in any case where users insist on large groups
+_INSISTING_SECONDS = 10.0  # that planning may take in any case where users insist on large groups, once a plan is known
 _MOST_REFUSED = 3  # sizes in a row, before sizes are halved
 _FIRST_TRY = 2.0  # expected seconds of the first try, over those for tracing and profiling a group that fits
 
@@ -64,7 +64,7 @@ class PlannedSizeSearch:
 
 
 class PlanningBudget:
-    """Limits the time of planning; the time is that of the calling thread.
+    """Limits the time of planning; the time is the CPU time of the calling thread.
 
     Args:
         work_seconds: expected seconds of the remaining steps without planned steps, on each device.

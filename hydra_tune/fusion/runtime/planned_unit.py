@@ -1,10 +1,14 @@
 """Run a group's planned steps: rounds as in `fusion/group/multi_step_unit.py`, with steps that stay within a device's memory.
 
 `GroupTrial` (`fusion/group/group_trial.py`) asks `PlannedStepCache` before each unit of steps of a group with a
-planner; `GroupExecutor` (`fusion/group/group_executor.py`) makes a `PlannedRound` where the step is planned.
+planner, and to make plans for another size; `GroupExecutor` (`fusion/group/group_executor.py`) makes a `PlannedRound` where the
+step is planned. The module must not decide on swaps: the planner does.
 
-Note: planned steps are bound to the group's state. `GroupTrial` calls `clear` before a new state is made, and at the
-end of the group.
+Note: planned steps are bound to the group's state. `GroupTrial` calls `clear` before a new state is made, when the members'
+own code has changed what the plans have baked in, and at the end of the group.
+
+Note: threads. The thread that advances the group makes all calls, except that any thread may call `make_ready`. `steps` and
+`make_ready` may plan for seconds, so their callers may hold neither the pool's lock nor the capture gate.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -5,7 +5,8 @@ host where a pool has no GPU. `StepPlanner` (`step_planner.py`) enters `borrowed
 whichever thread makes the plan. `host_of` stands for the CPU devices of a pool or a dry run;
 `pool/dry_run/fusion_report.py` plans steps there, and `pool/dry_run/step_profiles.py` takes only the bandwidth.
 
-Note: lock order. A thread must enter `borrowed` before the capture gate, as `pool/devices/device_reservation.py` explains.
+Note: lock order. A thread must enter `borrowed` before the capture gate, as `pool/devices/device_reservation.py` explains, and
+without the pool's lock.
 """
 
 from collections.abc import Callable, Iterable

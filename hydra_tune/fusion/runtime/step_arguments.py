@@ -2,7 +2,8 @@
 
 `PlannedStepCache` (`planned_unit.py`) and `PairingOffer` (`pair_offer.py`) make a binding for a kind of step.
 `GroupStepRunner` (`planned_unit.py`) and the units of pairs (`paired_unit.py`) call `begin` before each forward, and
-enter `updating` around each backward.
+enter `updating` around each backward. A single thread at a time runs a group, so there is no lock. The module must not
+decide on swaps: the planner does.
 
 Note: masks. A planned step updates all members, each parameter as soon as no later operator needs the old value.
 Members that take no step (resting, or without a finite loss) have their parameters and moments saved to the host before

@@ -3,13 +3,13 @@
 The module knows groups' plans and the geometry of tensors, and must not know running groups. `GroupJobLauncher`
 (`pool/fusion/group_jobs.py`) makes a pool's planner, and a dry run (`pool/dry_run/fusion_report.py`) makes another.
 `PlannedSizeChooser` (`planned_group_size.py`) asks for plans before a group is formed; `PlannedStepCache`
-(`planned_unit.py`) asks before the first step of a kind; `PairTrial` (`pair_trial.py`) asks for the merged steps of two
-groups. `StepPlanAutotuner` (`plan_autotuner.py`) has `replanned` correct a plan, and the matcher
-(`pool/fusion/group_matcher.py`) calls `check_planned`.
+(`planned_unit.py`) asks before the first step of a kind, and before a group changes its size; `PairTrial` (`pair_trial.py`)
+asks for the merged steps of two groups. `StepPlanAutotuner` (`plan_autotuner.py`) has `replanned` correct a plan, and the
+matcher (`pool/fusion/group_matcher.py`) calls `check_planned`. `pool/dry_run/step_profiles.py` uses `clock_of`.
 
 Note: locks. One plan is made at a time (`_making`), because concurrent profiles would disturb each other. Tracing holds
 the capture gate alone. Profiling borrows a device and then shares the gate, and laying out a step borrows a device,
-too. So no caller may hold the pool's lock.
+too. So no caller may hold the pool's lock or the gate.
 """
 
 import logging
@@ -157,7 +157,7 @@ class StepPlanner:
         """
         with self._making:
             first_plan = stacks[0].prepared
-            # `first` is the weak key of the cache entry, and a value
+            # `first_plan` is the weak key of the cache entry, and a value
             # that refers to its own key would keep the entry alive.
             other_plans = tuple(stack.prepared for stack in stacks[1:] if stack.prepared is not first_plan)
             outcomes, key = self._known.setdefault(first_plan, {}), (other_plans, tuple(stack.key for stack in stacks))
