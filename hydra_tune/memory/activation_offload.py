@@ -173,7 +173,7 @@ class SavedTensorSpiller:
 
 
 class LazySavedTensorSpiller(SavedTensorSpiller):
-    """Keeps saved tensors in place until room is needed; from then on moves saved tensors like the base class, earlier ones too.
+    """Keeps saved tensors in place until room is needed; from then on moves saved tensors, earlier ones too, like its base.
 
     Gradients of `torch.func` refuse hooks and run as without hooks: their saved tensors stay in place.
 
