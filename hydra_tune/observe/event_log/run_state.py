@@ -2,7 +2,7 @@
 
 `hydra-tune list` and `hydra-tune status` (`cli/inspect/run_scan.py`) call `read_run_state` for each log of a folder, while
 the run goes on or afterwards. Beside the header, only the lines about jobs, the sweep and the end are parsed, because units
-and copies fill most of a log.
+and copies fill most of a log. The module must not import torch, so that `hydra-tune list` answers at once.
 
 Note: liveness. The writer of a log holds the system's lock of the file (`flock`) as long as the file is open. The lock
 ends with the process, however the process ends: an unlocked log without a last line belongs to a killed run. On a file system
