@@ -174,7 +174,7 @@ def ends_in_order() -> Iterator[None]:
     Does nothing where the program has its own handler or ignores the signal, and outside the main thread.
 
     Raises:
-        Terminated: from anywhere in the block, except inside `hold_interrupts`.
+        Terminated: from anywhere in the block, except where `hold_interrupts` delays the signal.
     """
     if not _is_main() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield

@@ -5,7 +5,7 @@
 the length of a trial's turn. `train/timing/step_timing.py` fills `CopyTimes` while steps are timed for a forecast.
 `Pager` and `Lease` (`lease.py`) call the methods of a `CopyLog`.
 
-Note: threads. A `LinkMeter` has no lock: other threads read and add meanwhile, because the pace is an estimate. The module
+Note: threads. A `LinkMeter` has no lock, although several threads read and add, because the pace is an estimate. The module
 must not know models or steps.
 """
 

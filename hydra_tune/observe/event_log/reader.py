@@ -2,7 +2,7 @@
 
 `hydra-tune trace` (`cli/commands/trace.py`) calls `read_log` first, during a run or afterwards; `run_figures.py`,
 `observe/trace/run_plot.py` and `observe/trace/chrome_trace.py` take the `RunLog`. The reader must read whatever
-`line_format.py` writes with the same `FORMAT`.
+`line_format.py` writes with the same `FORMAT`, and must not import torch.
 """
 
 import json
