@@ -2,15 +2,20 @@
 
 Python raises `KeyboardInterrupt` between any two bytecodes of the main thread. An interrupt between asking for a trial
 and noting the trial leaves a trial that seems to run forever; an interrupt inside the scheduler leaves half a decision.
-The Optuna driver (`integrations/hydra_tune_optuna/search/driver.py`) holds interrupts back for a whole search, and
-opens windows between events and around user code; `Pool` (`pool/pool.py`) holds interrupts back in each call that
-decides. SIGTERM ends a Python program on the spot by default; inside `ends_in_order`, which a `with` block of
-`HydraExecutor` (`executor.py`) enters, SIGTERM raises `Terminated` and is delayed like Ctrl-C. `hydra-tune sweep` raises
-`Terminated` by a handler of its own (`cli/run/interrupt.py`).
+`OptimizeDriver` (`integrations/hydra_tune_optuna/search/driver.py`) holds interrupts back for a whole search, and opens
+windows between events and around the objective and callbacks. `integrations/hydra_tune_optuna/optuna_internals.py` holds
+interrupts back in each public method of a trial. `Pool` (`pool/pool.py`) holds interrupts back in each call that decides, and
+`HydraExecutor.run` (`executor.py`) while each task is submitted. `pool/checkpointing/suspend.py` opens windows while jobs are
+saved, and `integrations/hydra_tune_optuna/search/checkpoint_gc.py` around the objective.
 
-Note: the state belongs to the main thread of the process. In any other thread all contexts here do nothing. A forked
-process, such as a worker of `multiprocessing.Pool`, holds no interrupts, and SIGTERM ends the process on the spot unless
-the program has a handler of its own.
+SIGTERM ends a Python program on the spot by default; inside `ends_in_order`, which a `with` block of `HydraExecutor` enters,
+SIGTERM raises `Terminated`, and `hold_interrupts` delays SIGTERM like Ctrl-C. `hydra-tune sweep` raises `Terminated` by a
+handler of its own (`cli/run/interrupt.py`). The module must not import torch, because the supervisor
+(`supervision/supervisor.py`) imports the module.
+
+Note: the state belongs to the main thread of the process. In any other thread all contexts here do nothing, so the state has
+no lock. A forked process, such as a worker of `multiprocessing.Pool`, holds no interrupts, and SIGTERM ends the process on
+the spot unless the program has a handler of its own.
 """
 
 import os
@@ -94,7 +99,7 @@ class _InterruptHolder:
             self._before[number](number, None)
 
     def release_in_child(self) -> None:
-        """Restore the handlers in a forked process, whose blocks end in its parent alone."""
+        """Restore the handlers in a forked process, in which no block holds interrupts any more."""
         self.depth, self.is_open, self.pressed = 0, False, []
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._handle:
@@ -121,9 +126,9 @@ def _is_main() -> bool:
 def hold_interrupts() -> Iterator[None]:
     """Hold SIGINT and SIGTERM within the block or decorated function; at the end the first of them is raised, once.
 
-    Blocks nest: signals wait until the outermost block ends. A third signal gets through at once. Does nothing for a
-    signal that is ignored or has no handler in Python, and outside the main thread, the only thread that signals
-    interrupt.
+    Blocks nest: signals wait until the outermost block ends, or until `let_interrupts_through` opens a window. A third signal
+    gets through at once. Does nothing for a signal that is ignored or has no handler in Python, and outside the main thread,
+    the only thread that signals interrupt.
 
     Raises:
         KeyboardInterrupt: at the end; the program's own handler of the signal may act otherwise.
@@ -164,12 +169,12 @@ def let_interrupts_through() -> Iterator[None]:
 
 @contextmanager
 def ends_in_order() -> Iterator[None]:
-    """Within the block, raise `Terminated` at the first SIGTERM; a second SIGTERM ends the process at once.
+    """Within the block, raise `Terminated` at the first SIGTERM that gets through; the next SIGTERM ends the process at once.
 
     Does nothing where the program has its own handler or ignores the signal, and outside the main thread.
 
     Raises:
-        Terminated: from anywhere in the block.
+        Terminated: from anywhere in the block, except where `hold_interrupts` delays the signal.
     """
     if not _is_main() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield

@@ -2,9 +2,11 @@
 
 The function gets a `Loop` (`train/own_loop/handle.py`), registers the objects to train, and marks the end of each unit of
 work. `HydraExecutor.loop` (`executor.py`) makes a `LoopTask`; people import `LoopTask` from `hydra_tune` to return the task
-from an Optuna objective. `Pool` (`pool/pool.py`) makes a `LoopTrial` (`train/own_loop/loop_trial.py`), which runs the
-function in a pool; `train/own_loop/plain.py` runs the function for `train_plain`. `HydraExecutor.profile` and
-`HydraExecutor.plan` call `refuse_loops`. The pool never fuses a loop or cuts a loop into shards.
+from an Optuna objective. `Pool` (`pool/pool.py`) chooses a `LoopTrial` (`train/own_loop/loop_trial.py`), which runs the
+function in a pool; `train/own_loop/plain.py` runs the function for `train_plain` (`train/loop/reference_loop.py`).
+`HydraExecutor.profile` and `HydraExecutor.plan` call `refuse_loops`, and Ray's trials refuse a loop
+(`integrations/hydra_tune_ray/node/pool_runtime.py`). The pool never fuses a loop (`pool/fusion/fusion_hint.py`) or cuts a
+loop into shards.
 
 Note: a `LoopTask` is a `TrainTask` whose factories raise: code that reads a task must ask for the class before the factories.
 """

@@ -4,7 +4,8 @@ Options that name a file or folder become absolute here before any look at the f
 (`observe/event_log/writer.py`), `checkpoint_dir` (`pool/checkpointing/writer.py`, and `cli/run/sweep_run.py` and
 `cli/dry_run/checking.py` for a sweep file), `spill_dir` (`memory/host/spill_dir.py`), and `weights_dir` of a study
 (`integrations/hydra_tune_optuna/weights.py`). So do the folders of `HydraExecutor.submit` and `save_to` (`executor.py`), and
-the files of `Result.save` (`train/trained.py`) and `load_module` (`train/checkpoint/weights.py`).
+the files of `Result.save` (`train/trained.py`) and `load_module` (`train/checkpoint/weights.py`). The module must not import
+torch, so that `hydra-tune list` answers at once.
 """
 
 import os

@@ -7,8 +7,9 @@ supervisor starts, until the program sends `close` or ends. `HydraExecutor._begi
 executor of such a process. The module knows the executor only as a `ServedExecutor`, and must not know how a pool trains.
 
 Note: one thread (`run`) submits, answers and sends; a second thread only receives, and puts requests into the stream of
-the jobs' events, so requests and events have one order. Users' code runs here under a mark (`at_work`), or a crash could
-not be blamed on the job.
+the jobs' events, so requests and events have one order. The module takes no lock, because `run` alone uses the jobs. A task
+is unpickled, and the result of an ended job pickled, under a mark (`at_work`): both run users' code, and a crash there could
+otherwise not be blamed on the job.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ _FAILED = 1
 
 
 class ServedExecutor(Protocol):
-    """The part of the pool used here; see `HydraExecutor`."""
+    """The part of `HydraExecutor` used here."""
 
     @property
     def submit(self) -> Callable[..., Job]:
@@ -63,7 +64,7 @@ class IsolatedPoolServer:
     """One life of the pool.
 
     Args:
-        known: objects shared by the program and this process since the fork.
+        known: objects shared by the program and this process since the copy of the program.
         make: returns a started executor, and a function from a job to the folder of its checkpoints.
     """
 

@@ -1,18 +1,18 @@
 """The program's side of a pool in another process: jobs that outlive their process.
 
-`HydraExecutor(isolate=True)` (`executor.py`) hands calls about jobs to `IsolatedPoolClient`, which sends the calls to
-`child.py` in the pool's process and gives the answers to the program's own `Job` objects. A job outlives a crash: the
-supervisor (`supervision/supervisor.py`) restarts the process, and the client sends the open jobs again. The module must
-not know how a pool trains.
+`HydraExecutor(isolate=True)` (`executor.py`) hands calls about jobs to `IsolatedPoolClient`, and so does each `Job`
+(`pool/job.py`) of the program. The client sends the calls to `child.py` in the pool's process and gives the answers to the
+program's own `Job` objects. A job outlives a crash: the supervisor (`supervision/supervisor.py`) restarts the process, and
+the client sends the open jobs again. The module must not know how a pool trains.
 
 Note: time of the copy. The pool's process descends from a copy of the program, made at the first submitted task. A
-dedicated thread makes the copy and lives until the end, because the system ends the copy with its thread. After a crash
-of the pool, the copy forks further copies, each with the program's objects as of the first copy. So a global that the
+dedicated thread makes the copy and lives until the end, because the system ends the copy with its thread. The copy forks the
+pool's process, and after each crash another, each with the program's objects as of the copy. So a global that the
 program changes after the first task stays unchanged in the pool's process.
 
-Note: threads. Drivers send on any thread, under the client's lock; the thread `hydra-isolated` alone receives, and hands
-results and events over. `check_may_copy` must pass before the copy: a lock that a busy thread holds would stay held in the
-copy.
+Note: threads. Drivers send on any thread, under the client's lock; the thread `hydra-isolated` alone receives, sends open
+jobs to a new process, and hands results and events over. `check_may_copy` must pass before the copy: a lock that a busy
+thread holds would stay held in the copy.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ class _IsolatedJob:
 
     @property
     def was_resumed(self) -> bool:
-        """Whether the job has earlier reports, which are not delivered again."""
+        """Whether the program submitted the job with `resume_from`: earlier reports are not delivered again."""
         return self.options["resume_from"] is not None
 
     def ended(self) -> Result:
@@ -118,7 +118,8 @@ class IsolatedPoolClient:
 
         Raises:
             ConfigError: this process cannot be copied, or a task or its labels cannot be sent to the copy.
-            HydraTuneError: the pool could not be started, or its process has ended for good.
+            HydraTuneError: the pool's process has ended for good.
+            Exception: the pool could not be started; the error of the start.
         """
         self._begin()
         data = pickled_task(task, self._known)
@@ -299,7 +300,7 @@ class IsolatedPoolClient:
         return bool(data)
 
     def _attach(self, found: connection.Connection) -> None:
-        """Connect to a new process, and send all unfinished jobs."""
+        """Connect to a new process, send the open jobs, and end the jobs whose end was requested."""
         with self._lock:
             self._connection = found
             if self._is_closing:
@@ -400,7 +401,7 @@ class IsolatedPoolClient:
 
 
 def _others_sleep() -> bool:
-    """Whether no other thread of this process runs Python for a while: threads of notebooks wait in libraries."""
+    """Whether all other Python threads sleep through one of a few short spans: threads of notebooks wait in libraries."""
     for _ in range(_LOOKS):
         before = _turns()
         time.sleep(_LOOK_SECONDS)

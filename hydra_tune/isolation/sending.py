@@ -1,10 +1,11 @@
 """Transfer of objects between the program and the pool's process, a copy of the program.
 
 Both processes have all objects from before the copy: tasks, and functions and classes without an importable name or of
-the main script, are sent by memory address, equal in both processes. All other objects are pickled.
-`IsolatedPoolClient` (`parent.py`) packs each submitted task, and `IsolatedPoolServer` (`child.py`) packs each job's
-result. An object sent by address arrives in its state as of the copy. An object of `known_here` must stay alive in both
-processes, or its address could be reused.
+the main script, are sent by memory address, equal in both processes. Such functions and classes made after the copy are
+refused, and all other objects are pickled. `IsolatedPoolClient` (`parent.py`) packs each submitted task, and
+`IsolatedPoolServer` (`child.py`) packs each job's result, and the error of a pool that does not start. In the pool's process,
+an object sent by address has its state as of the copy. An object of `known_here` must stay alive in both processes, or its
+address could be reused.
 """
 
 import gc
@@ -33,7 +34,7 @@ _BY_PLACE = (TrainTask, FunctionType, type)
 
 
 def known_here() -> dict[int, object]:
-    """Return the objects shared by both processes, by address; called before the copy, and kept in both processes."""
+    """Return the objects that are sent by address; called before the copy, and kept in both processes."""
     # The collector does not list frozen objects. They are not frozen again: that would freeze all others, too, and their
     # cycles would stay for ever.
     gc.unfreeze()

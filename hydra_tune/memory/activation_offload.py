@@ -1,15 +1,15 @@
 """Keeps tensors saved by autograd on the host until the backward pass reads them.
 
-Units that run the user's own code cannot be cut or recomputed, so their activations are spilled instead: `Lease`
-(`lease.py`) spills in such a unit if the unit's plan says so. `train/loop/direct.py` spills once a step finds no more
-room, or in every step of a model that can be cut no finer (`LazySavedTensorSpiller`). `train/own_loop/unit_memory.py`
-only counts saved tensors with a `LazySavedTensorSpiller`, and never spills. `shard/cost/eager_pilot.py` measures and
-checks a spiller in real runs of copies of the model, and `shard/execute/saved_activations.py` uses the version
-counters. The module must not know models or steps.
+Units that run the user's own code cannot be cut or recomputed, so their activations are spilled instead: `BatchUnits`
+(`train/loop/batch_units.py`) has the `Lease` (`lease.py`) of such a unit spill if the unit's plan says so.
+`train/loop/direct.py` spills once a step finds no more room, or in every step of a model that can be cut no finer
+(`LazySavedTensorSpiller`). `train/own_loop/unit_memory.py` only counts saved tensors with a `LazySavedTensorSpiller`, and
+never spills. `shard/cost/eager_pilot.py` measures a spiller, and checks a subclass, in real runs of copies of the model, and
+`shard/execute/saved_activations.py` uses the version counters. The module must not know models or steps.
 
-Each unit, or each step of the user's own, has a spiller of its own, without a lock. `HostMemoryQuota`
-(`train/state/host_quota.py`) reserves the host memory that the pilot has measured (`spilled_bytes`), and `Lease.count` adds
-the moved bytes to the pager's figures.
+Each unit, or each step of the user's own, has a spiller of its own, without a lock, because autograd's threads call the
+spiller only while the unit's thread waits. `HostMemoryQuota` (`train/state/host_quota.py`) reserves the host memory that the
+pilot has measured (`spilled_bytes`), and `Lease.count` adds the moved bytes to the pager's figures.
 
 Note: fidelity to autograd. Without hooks, autograd keeps a saved tensor alive and refuses a tensor overwritten in place
 before the backward pass. Autograd detects the overwrite by a version counter shared by all views of the tensor. With
@@ -39,7 +39,7 @@ SMALL_BYTES = 4096  # smaller storages stay on the device: a copy would cost mor
 
 
 class SavedStorageCopy:
-    """Host copy of a storage, shared by all saved tensors on the storage."""
+    """Host copy of a storage, shared by the saved tensors on the storage with one version counter, until an overwrite."""
 
     def __init__(self, tensor: Tensor, host: Tensor) -> None:
         self.host = host
@@ -173,7 +173,7 @@ class SavedTensorSpiller:
 
 
 class LazySavedTensorSpiller(SavedTensorSpiller):
-    """Keeps saved tensors in place until room is needed; then all large saved tensors, present and future, go to the host.
+    """Keeps saved tensors in place until room is needed; from then on moves saved tensors, earlier ones too, like its base.
 
     Gradients of `torch.func` refuse hooks and run as without hooks: their saved tensors stay in place.
 
@@ -208,7 +208,7 @@ class LazySavedTensorSpiller(SavedTensorSpiller):
         return self.is_shedding
 
     def shed(self) -> None:
-        """Send all kept tensors, and all large tensors saved from now on, to the host."""
+        """Send all kept tensors, and all large tensors saved from now on that do not stay anyway, to the host."""
         if self.is_shedding:
             return
         self.is_shedding = True

@@ -1,4 +1,6 @@
-"""Blocks: the units of transfer of a trial's bytes. A block is one flat buffer on the host, on one device, or on both.
+"""Blocks: the units of transfer of a trial's bytes.
+
+A block is one flat buffer on the host, on one device, or on both; a host tier may also keep the bytes in a file.
 
 A *group* is a block under long-lived tensors (parameters, buffers, optimizer state); the tensors are views of the
 buffer, and moving the group points the tensors at the new place. A *value* is a view of a block that lives for one
@@ -7,8 +9,14 @@ step: an activation at a cut, a gradient, a batch tensor.
 `TensorGroups` (`train/state/tensor_groups.py`) makes the groups when a trial's tensors are laid out for a plan, and
 `ModelState` (`train/state/model_state.py`) makes new groups where the user's own code has made new tensors. Blocks of
 values are made by `BlockStore` (`train/state/block_store.py`) for a batch, and by `Lease` (`lease.py`) for a unit's
-results. `Pager` (`pager.py`) moves all blocks when a unit needs the bytes or the room. The module must not import the
-pager or the host tier, which both import blocks: a block knows both by `PagerInterface` and `HostTierInterface`.
+results. `ParameterReplicas` (`train/state/replicas.py`) makes read-only copies of groups, and `shared/shared_block.py` has the
+blocks of tensors that trials share. `Pager` (`pager.py`) moves all blocks when a unit needs the bytes or the room, and
+`BlockPrefetcher` (`prefetch.py`) ahead of the need. `HostTier` (`host/host_tier.py`) moves host copies to files, and
+`block_release.py` brings blocks home and drops blocks. `shard/fake/fake_memo.py`, `shard/execute/saved_activations.py` and
+`train/checkpoint/snapshot.py` use the geometries and layouts. The module must not import the pager or the host tier, which
+both import blocks: a block knows both by `PagerInterface` and `HostTierInterface`.
+
+Note: locks. A thread that changes a block's state or place holds the block's own `lock`.
 """
 
 import contextlib
@@ -246,8 +254,8 @@ class TensorBlock(Block):
     """A block under long-lived tensors, which are views of the block.
 
     Note: loose groups. Tensors that already lie where their device computes, such as host tensors for a CPU device,
-    keep their own storages until another block needs the room. Such a *loose* group counts the bytes and has no buffer.
-    The first spill gathers the tensors in host memory, and from then on the group is like any other. If another object
+    keep their own storages until the block has to leave. Such a *loose* group counts the bytes and has no buffer.
+    The first write-back gathers the tensors in host memory, and from then on the group is like any other. If another object
     shares the memory (a numpy array, a detached tensor, another parameter), a copy would separate the two. The tensors
     then stay in place, and the group merely counts as a group on the host.
 
@@ -259,7 +267,8 @@ class TensorBlock(Block):
     Attributes:
         is_loose: whether the tensors have their own storages.
         shard: shard of the parameters, if all belong to one shard.
-        on_moved: receives the name of the device, or None, after each move.
+        on_moved: receives the name of the device with the block, or None, after each move, and the name of the device to
+            which a background copy begins.
 
     Args:
         tensors: tensors to take over; afterwards their `.data` follows the block.

@@ -2,12 +2,13 @@
 
 `HostUpdateQueue` (`train/state/host_optimizer.py`) makes a `HostBlockPin` before each update on the host; a device in
 need of such a block waits for the end of the work. `BlockStore` (`train/state/block_store.py`) drops a value's block
-after the value's last use, unless a running unit absorbs the block or another store has taken the block over.
-`TensorGroups` (`train/state/tensor_groups.py`) brings a trial's groups home at the end of the trial, and whenever code on
-the host needs the whole state. `BatchUnits` (`train/loop/batch_units.py`) brings the kept values of a forward unit home
-to spill them. `Lease` (`lease.py`) pins the blocks of a unit, and drops absorbed blocks. The batches of a step
-(`train/loop/training_batch.py`, `train/parallel/parallel_step.py`), copies of parameters (`train/state/replicas.py`) and
-shared copies (`shared/shared_block.py`) drop their blocks here, and the copies of parameters also wait (`await_home`).
+after the value's last use, unless a running unit absorbs the block or another store has taken the block over, and brings
+values and batches home. `TensorGroups` (`train/state/tensor_groups.py`) brings a trial's groups home at the end of the trial,
+and whenever code on the host needs the whole state, and drops the groups. `BatchUnits` (`train/loop/batch_units.py`) brings
+the kept values of a forward unit home to spill them. `Lease` (`lease.py`) pins the blocks of a unit, and drops absorbed
+blocks. The batches of a step (`train/loop/training_batch.py`, `train/parallel/parallel_step.py`), copies of parameters
+(`train/state/replicas.py`) and shared copies (`shared/shared_block.py`) drop their blocks here, and the copies of parameters
+also wait (`await_home`).
 
 Note: locks. `drop` and `bring_home` take the block's lock. `pin` and `await_home` wait, so a caller must hold no block's
 lock. The module must not know models or steps.

@@ -12,9 +12,9 @@
 
     dropped: from every state but loading and spilling, which end first; nothing follows
 
-"loading" and "spilling" are background copies. A copy awaited by a unit is made under the block's lock and is over
-before any other thread can look. A block taken over by another device is resident before and after. A resident or
-computing block may also be on the host or on disk; the state names the place from which the block is used.
+"loading" and "spilling" are background copies. A copy made by the thread in need of the bytes is made under the block's lock,
+and is over before another thread has the lock. A block taken over by another device is resident before and after. A resident
+or computing block may also be on the host or on disk; the state names the place from which the block is used.
 `Block.enter` (`block.py`) checks every change against `FOLLOWING`; the pager, the lease, the prefetcher, the host tier
 and `drop` (`block_release.py`) make the changes, each under the block's lock.
 """

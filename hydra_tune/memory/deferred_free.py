@@ -1,12 +1,12 @@
 """`TrialTensorReaders`: keeps the memory of a trial's tensors alive while the trial's own code may read the tensors.
 
-Between units, a trial's blocks are not pinned: workers of other devices and the disk's thread move the blocks to make
+Between units, a trial's blocks are not pinned: workers of devices and the disk's thread move the blocks to make
 room. A move points the tensors at the new place of the same bytes, but a reader already under way may still use the old
 place. Memory left behind therefore stays alive until the code has ended. No thread waits for the end: the ledger counts
 the room as free at once, and the room becomes free a little later. `TensorGroups` (`train/state/tensor_groups.py`)
 makes the readers of a trial. `Trial` (`train/trial.py`) enters `reading` while the trial's own code runs between units,
-and so does `fusion/group/stacked_state.py` while members' tensors are copied; `TensorBlock` (`block.py`) moves the
-tensors through `point`.
+and so does `fusion/group/stacked_state.py` while members' tensors are copied; `TensorBlock` (`block.py`) and `ModelState`
+(`train/state/model_state.py`) move tensors through `point`. The module must not know blocks.
 
 Note: locks. The lock of a block comes first, then the lock of a trial's readers, then the lock of the process.
 
@@ -53,7 +53,7 @@ class TrialTensorReaders:
             del unread_memory  # freed outside the lock, because freeing may take a while
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
-        """Note that a group of the trial has these parameters or buffers."""
+        """Note that a group of the trial has these parameters or buffers; only tensors without `requires_grad` are noted."""
         with _LOCK:
             self._untrained.update(id(tensor) for tensor in tensors if not tensor.requires_grad)
 

@@ -4,7 +4,8 @@
 calls `give_up` once the affected trials have failed.
 
 Note: order. A block given up before its trial has failed would be loaded again from the host's outdated copy. Both
-functions run on the lost device's own worker, without the pool's lock, because both take the locks of blocks.
+functions run on the lost device's own worker, without the pool's lock, because both take the locks of blocks. The module must
+not end a trial: the handler does.
 """
 
 from hydra_tune.memory.pager import Pager

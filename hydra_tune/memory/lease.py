@@ -5,8 +5,10 @@ blocks, has the pager bring the blocks to the device, and reserves workspace for
 blocks out of the workspace. The end of the lease unpins the blocks and gives the rest of the workspace back. Units are
 in `train/loop/batch_units.py`, `train/loop/training_batch.py`, `train/loop/burst.py`,
 `train/parallel/parallel_batch.py`, `train/state/replicas.py`, `fusion/group/multi_step_unit.py` and
-`fusion/runtime/paired_unit.py`. The loader's watchdog (`pool/faults/loader_watchdog.py`) may end the lease of a burst
-that waits for a batch.
+`fusion/runtime/paired_unit.py`. While a unit runs, `BlockStore` (`train/state/block_store.py`) makes and absorbs blocks,
+`ModelState` (`train/state/model_state.py`) exchanges blocks, `WorkspaceTracker` (`train/loop/workspace_tracker.py`) takes more
+workspace, and `GroupCaptureCache` (`fusion/compile/cuda_graph_steps.py`) holds room beyond the unit. The loader's watchdog
+(`pool/faults/loader_watchdog.py`) may end the lease of a burst that waits for a batch.
 
 Note: a lease serves a single unit. Nobody may ask an ended lease for room: the room would never be given back. The
 module must not know models or steps.

@@ -1,9 +1,11 @@
 """The ledger: counts the taken part of a device's budget. A hard limit: bytes that do not fit are not taken.
 
 `Pager` (`pager.py`) takes bytes before a block or a unit's workspace comes to the device, and `prefetch.py` before a block
-comes ahead of its unit. `HostTier` (`memory/host/host_tier.py`) takes bytes before each host copy, of a ledger that may be
-overdrawn (`HostLedger`), and `PoolCheckpointWriter` (`pool/checkpointing/writer.py`) takes bytes of that ledger for a copy to
-write. The module must not choose a victim or copy a byte: the pager does.
+comes ahead of its unit; the pager lowers or raises the limit (`limit_bytes`). `HostTier` (`memory/host/host_tier.py`) takes
+bytes before each host copy, of a ledger that may be overdrawn (`HostLedger`), and `PoolCheckpointWriter`
+(`pool/checkpointing/writer.py`) takes bytes of that ledger for a copy to write. `GroupCaptureCache`
+(`fusion/compile/cuda_graph_steps.py`) has a `Lease` (`lease.py`) hold a `DeviceCacheReservation` for a recording. The module
+must not choose a victim or copy a byte: the pager and the host tier do.
 
 Note: locks. No other lock is taken, and no function of others is called, while a lock of this module is held.
 """

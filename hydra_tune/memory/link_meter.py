@@ -1,12 +1,12 @@
 """Speed of a device's copies: `LinkMeter` measures running pools, `CopyTimes` serves predictions.
 
-`Pager` (`pager.py`) adds copies over the link, made while a unit waits, to a `LinkMeter`.
+`Pager` (`pager.py`) adds copies over the link, made while a thread waits, to a `LinkMeter`.
 `pool/devices/idle_devices.py` reads the pace when a trial asks for further devices, and `train/loop/burst.py` to choose
 the length of a trial's turn. `train/timing/step_timing.py` fills `CopyTimes` while steps are timed for a forecast.
 `Pager` and `Lease` (`lease.py`) call the methods of a `CopyLog`.
 
-Note: threads. A `LinkMeter` has no lock: other threads read both numbers while the pager adds a copy, because the pace is an
-estimate. The module must not know models or steps.
+Note: threads. A `LinkMeter` has no lock, although several threads read and add, because the pace is an estimate. The module
+must not know models or steps.
 """
 
 import statistics

@@ -8,8 +8,12 @@ not be as good.
 
 `Pool` (`pool/pool.py`) makes a pager for each of its devices; rehearsals (`pool/dry_run/executor.py`) and timed steps
 (`train/timing/step_timing.py`, `fusion/matching/group_timing.py`) make pagers of their own. A unit's `Lease`
-(`lease.py`) calls the pager before the unit computes, and `BlockPrefetcher` (`prefetch.py`) while the unit before
-computes. The module must not choose units, and knows a trial by number alone.
+(`lease.py`) calls the pager before the unit computes and when the unit takes more room, and `BlockPrefetcher` (`prefetch.py`)
+while the unit before computes. `block_release.py` has blocks written back and given up, and `HostTier`
+(`host/host_tier.py`) has copies ended (`settle`). `Worker` (`pool/runtime/worker.py`), `OutOfMemoryHandler`
+(`pool/devices/oom_retry.py`) and `pool/devices/device_reservation.py` empty a device, `pool/devices/library_memory.py` sets
+the limit, and `device_loss.py` gives up a lost device's blocks. The module must not choose units, and knows the trial of a
+block by number alone.
 
 Note: victim order. The pager spills first the blocks with the most distant next use. A trial walks over its shards
 forward and then backward, so the least recently used shard has the most distant next use. Optimizer state is used once
@@ -17,8 +21,8 @@ per step, always in the same order, so the most recently used state has the most
 device is likely to continue (`ShardedLRTF`), so the blocks of other trials are needed later than its own blocks. Hence
 the order: optimizer state of other trials, most recently used first; other blocks of other trials, least recently used
 first; then the same two groups of the running trial, with which tensors shared by trials count. Blocks already on the way
-out for room go before all of these, because the choice was made when there was time and now costs nothing. Blocks just
-sent ahead go last. `benchmarks/victims.py` counts the bytes moved under this order and under LRU.
+out, to the host or to another device, go before all of these, because the choice was made when there was time and now costs
+nothing. Blocks just sent ahead go last. `benchmarks/victims.py` counts the bytes moved under this order and under LRU.
 
 Note: the model of the pager. `simulate/recorded/pager_model.py` follows the rules of this module on a virtual clock, so
 a change of the rules changes both files.
@@ -86,13 +90,14 @@ class Pager:
         host: host tier for counting host copies and sending some to disk; None: the host has room for all.
 
     Attributes:
-        link: pace of the copies to and from the host, and of direct copies over the same links.
+        link: pace of the copies that a thread waited for, to and from the host, and directly over the same links.
         bytes_ahead, bytes_in_vain: bytes sent ahead in the background, and the part never used by a unit.
-        waiting_ns, copying_ns: nanoseconds spent by units waiting for copies, and spent by the copies.
+        waiting_ns, copying_ns: nanoseconds that threads have waited for copies, and nanoseconds spent by the copies.
         begins: called on the worker's thread when the blocks of a unit are resident and the unit begins to compute.
         pauses: called on the worker's thread between two steps of a unit with many steps.
-        last_short: value of `num_leases` when room was last made.
-        last_fetched: value of `num_leases` when a block last came over a link from another device.
+        last_short: value of `num_leases` when a block last had to make room.
+        last_fetched: value of `num_leases` when a block last came from another device, unless the device computes on host
+            tensors.
         caches: data kept on the device for speed, which make room before any block is spilled.
         ready_ns: time at which all needs of a unit were first met since a caller set the value to 0.
     """
@@ -547,7 +552,7 @@ class Pager:
         Args:
             block: block being written back.
             keep: whether the block stays resident here, so that cancelling a queued write-back is noted in the record.
-            is_noted: whether the time is counted as waiting of a unit.
+            is_noted: whether the time is counted as waiting.
         """
         leaving, block.leaving = block.leaving, None
         assert leaving is not None
@@ -574,7 +579,7 @@ class Pager:
             self.log.updated_on_host(self.device.name, owner, shard, began_ns, ended_ns)
 
     def _awaited(self, block: Block, since_ns: int) -> None:
-        """Count and record the time a unit has waited for a background copy."""
+        """Count and record the time this thread has waited for a background copy."""
         now_ns = time.perf_counter_ns()
         self.waiting_ns += now_ns - since_ns
         if self.log is not None:
@@ -582,7 +587,7 @@ class Pager:
         note("await", [block], since_ns=since_ns)
 
     def _waited(self, what: str, block: Block, since_ns: int) -> None:
-        """Count and record a copy made while a unit waited."""
+        """Count and record a copy made while this thread waited."""
         now_ns = time.perf_counter_ns()
         self.waiting_ns += now_ns - since_ns
         self._made(what, block, "waited", since_ns, now_ns)
@@ -644,7 +649,8 @@ class Pager:
         """Make every block leave, incoming blocks included, except blocks pinned for a unit here.
 
         Call between units, on the worker's thread or on the thread of a borrower
-        (`pool/devices/device_reservation.py`). A block without room on the host or the disk stays.
+        (`pool/devices/device_reservation.py`). A block without room on the host or the disk stays, and so does a block whose
+        lock another thread holds.
         """
         while self.caches.let_go():
             pass

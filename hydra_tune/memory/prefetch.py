@@ -1,15 +1,15 @@
 """Double buffering: sends the blocks of a device's next units ahead while the present unit computes.
 
 `Worker` (`pool/runtime/worker.py`) prepares the prefetcher before each unit; rehearsals (`pool/dry_run/executor.py`) and
-timed steps (`train/timing/step_timing.py`) do likewise. When the unit begins to compute, the prefetcher calls `asks` for the
-next blocks in the order of need; in a pool, `NextUnitPredictor` (`pool/devices/next_units.py`) answers. For each
-block on the host, or on another device and not in use there, the unit's thread allocates device memory, and a
-background copy fills the memory. A block from another device comes by the same way as a fetch (`Pager.way_from`); if
-the way leads over the host and the host lacks the bytes, the other device begins a write-back. The prefetcher uses the
-room left by the running unit. The victims are the blocks that the next unit itself would choose, apart from
-pinned blocks and blocks of the next units. A clean victim is
-dropped at once. A dirty victim is written back in the background and gives its room at the next call, or within a burst
-of steps when a step ends later. Victims for the workspace of the next unit are written back in the same way.
+timed steps (`train/timing/step_timing.py`) do likewise. `Lease` (`lease.py`) calls `begin` and `go_on` through the pager.
+When the unit begins to compute, the prefetcher calls `asks` for the next blocks in the order of need; in a pool,
+`NextUnitPredictor` (`pool/devices/next_units.py`) answers. For each block on the host, or on another device and not in use
+there, the unit's thread allocates device memory where room can be had, and a background copy fills the memory. A block from
+another device comes by the same way as a fetch (`Pager.way_from`); if the way leads over the host and the host lacks the
+bytes, the other device begins a write-back. The prefetcher uses the room left by the running unit. The victims are the blocks
+that the next unit itself would choose, apart from pinned blocks and blocks of the next units. A clean victim is dropped at
+once. A dirty victim is written back in the background and gives its room at the next call, or within a burst of steps when a
+step ends later. Victims for the largest workspace of the next units are written back in the same way.
 
 With a host tier, the tier starts reading blocks on disk now, for sending when the next unit begins. A block under way
 keeps its host copy, and a dirty block is written back only if the host has room without waiting
@@ -19,8 +19,8 @@ A block sent in vain is dropped like any clean block. Another device in need of 
 begun. While everything fits and no block comes over a link from another device, the
 prefetcher neither asks nor sends.
 
-Note: locks. The prefetcher only tries the lock of a block, and never waits for the lock: a block that another thread moves is
-left out. The module must not know models or steps.
+Note: locks. The prefetcher only tries the lock of a block with bytes, and never waits for that lock: a block that another
+thread moves is left out. The module must not know models or steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -131,7 +131,7 @@ class _UnitPrefetch:
             block.lock.release()
 
     def _can_come(self, block: Block) -> bool:
-        """Whether there is a source to copy from; if not, start the write-back on the device with the block.
+        """Whether there is a source to copy from now; start the write-back that another device has to make first.
 
         Call under the block's lock.
         """

@@ -3,9 +3,12 @@
 The ledgers know only the bytes of the pool. Other processes, fragmentation and the memory of libraries are unknown to
 the ledgers, so an allocation may fail although its bytes are on the ledger. Units (`train/loop/`,
 `train/parallel/parallel_batch.py`, `train/state/model_state.py`, and groups in `fusion/group/` and `fusion/runtime/`)
-enter `not_repeatable` where the unit begins to change state; `OutOfMemoryHandler` (`pool/devices/oom_retry.py`) looks
-at the error when a unit has failed, and repeats the unit unless the error is a `NotRepeatableError`. Code that cannot
-be undone (`train/loop/unit_rollback.py`) must run inside `not_repeatable`, or a repeat gives other numbers.
+enter `not_repeatable` around work that a repeat could not undo; `OutOfMemoryHandler` (`pool/devices/oom_retry.py`) looks
+at the error when a unit has failed, and repeats the unit once unless the error is a `NotRepeatableError`. `UnitRollback`
+(`train/loop/unit_rollback.py`) raises `NotRepeatableError` where a unit cannot be undone. `HostUpdateQueue`
+(`train/state/host_optimizer.py`) and `GroupEndHandler` (`pool/fusion/group_completion.py`) look for `NotRepeatableError`, and
+`Pager` (`pager.py`), `fusion/compile/batched_plan_cache.py` and `pool/faults/retry.py` ask `is_out_of_memory`. Work that
+cannot be undone must run inside `not_repeatable`, or a repeat gives other numbers.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Predicts the next use of a block from its past uses, or from the prefetcher, which knows the next use.
 
-`HostTier` (`memory/host/host_tier.py`) notes each use, and the uses that the prefetcher announces; the tier and its
-rules (`memory/host/host_eviction.py`) ask for the distance when a host copy has to make room or a block on disk may be
-read ahead. The module knows neither trials nor steps, only blocks and their uses.
+`HostTier` (`memory/host/host_tier.py`) notes each use, and the uses that the prefetcher announces, under the tier's lock; the
+tier and its rules (`memory/host/host_eviction.py`) ask for the distance when a host copy has to make room or a block on disk
+may be read ahead. The module knows neither trials nor steps, only blocks and their uses.
 
 Note: periodicity. A training step repeats. Optimizer state is used once per step; parameters are used two or three
 times, at distances repeated in the next step. The distances between a block's last uses therefore predict the next

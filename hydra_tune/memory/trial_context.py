@@ -2,8 +2,11 @@
 
 `JobState` (`pool/runtime/job_state.py`) makes a context for each job. The pool's threads (`pool/runtime/worker.py`,
 `pool/runtime/preparer.py`, `pool/runtime/dispatcher.py`) and a loop's own thread (`train/own_loop/loop_trial.py`) enter
-`at_work` while they serve a trial; `HostTier` (`memory/host/host_tier.py`) fails the trial's context when the disk
-refuses the trial's bytes.
+`at_work` while they serve a trial, and `TensorGroups` (`train/state/tensor_groups.py`) notes the context in each block.
+`HostTier` (`memory/host/host_tier.py`) fails the trial's context when the disk refuses the trial's bytes, and `Pool`
+(`pool/pool.py`) stops the context of a cancelled or pruned job. The tier and `Pager` (`pager.py`) check the context before
+they wait for room, and `HostMemoryQuota` (`train/state/host_quota.py`) reserves host memory for the context. The module must
+not know the pool.
 """
 
 import threading

@@ -1,11 +1,12 @@
 """Groups of trials that are all like a given task, traced and profiled from the task's own plan, without training.
 
-A task whose steps cannot be planned is refused here, with the reason. `pool/dry_run/step_profiles.py` makes a
-`TaskProfileCache` for each kind of task that `HydraExecutor.plan(profile=...)` forecasts; `check_planned` in
-`step_planner.py` calls `check_plannable` before the steps of a group are planned. The planner calls such a group a
-sub-array.
+A task whose steps cannot be planned is refused here, with the reason. `StepProfileCache` (`pool/dry_run/step_profiles.py`)
+makes a `TaskProfileCache` for each kind of task, and number of trials, that `HydraExecutor.plan(profile=...)` forecasts.
+`check_planned` (`step_planner.py`) calls `check_plannable` before the steps of a group are planned, and `StepPlanner`
+(`step_planner.py`) calls `check_unscaled` for each step that the planner traces. The planner calls such a group a sub-array.
 
-Note: the task's module and optimizer are only read. Tracing holds the capture gate alone.
+Note: the task's module and optimizer are only read. Tracing holds the capture gate alone, and profiling shares the gate. A
+`TaskProfileCache` takes no lock, because one thread alone uses the cache.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ def check_plannable(task: TrainTask, prepared: PreparedPlan) -> None:
     """Refuse a task whose steps cannot be planned.
 
     Raises:
-        UnfusableError: with the reason, and the alternative.
+        UnfusableError: with the reason.
     """
     check_task(task)
     plan = prepared.plan
@@ -71,7 +72,7 @@ def check_unscaled(precision: Precision) -> None:
 
 
 class TaskProfileCache:
-    """Sub-arrays of a task's kind, by size, each traced and profiled on first use.
+    """Sub-arrays of a task's kind, by size: each step is traced on first use, and `SubArrayProfiler` keeps the measurements.
 
     Args:
         built: the trial's module and optimizer; only read.

@@ -1,9 +1,9 @@
 """Blocks on disk: a flat file per block, read and written in large aligned pieces by a separate thread.
 
 `HostTier` (`host_tier.py`) writes a block here when host memory runs short, and reads the block back before the block's
-next use. The tier maps a block's file (`mapped`) when the tier frees a host copy whose bytes are still wanted.
-`ExecutorSettings` (`pool/runtime/settings.py`) makes the `SpillDisk` of a pool, and `Pool` (`pool/pool.py`) sets `log`.
-`read` and `write` wait for the disk's thread, or run at once where the disk's thread itself calls; the caller holds the
+next use. When the tier frees a host copy whose bytes the file holds, a block under long-lived tensors has its file mapped
+(`mapped`). `ExecutorSettings` (`pool/runtime/settings.py`) makes the `SpillDisk` of a pool, and `Pool` (`pool/pool.py`) sets
+`log`. `read` and `write` wait for the disk's thread, or run at once where the disk's thread itself calls; the caller holds the
 lock of the block. The module must not copy to devices.
 
 Note: bypassing the page cache. A spilled block is read again only after the cache would long have evicted the pages;
@@ -198,7 +198,7 @@ def _aligned(size: int) -> int:
 def _map(descriptor: int, path: Path, size: int) -> Tensor:
     """Return an open file as a tensor.
 
-    Torch's mapping, unlike a mapping of `mmap`, keeps no file handle, which matters because there is a mapping for each
+    Torch's mapping, unlike a mapping of `mmap`, keeps no file handle, which matters because there may be a mapping for each
     block on disk.
     """
     if os.fstat(descriptor).st_size < size:

@@ -1,9 +1,10 @@
 """Entries of the host tier: knowledge about each host copy, and the rules for the copies that may go and go first.
 
-`HostTier` (`host_tier.py`) keeps an entry for each block, and applies the rules whenever a host copy has to make room.
+`HostTier` (`host_tier.py`) keeps an entry for each block that has been on its ledger, and applies the rules whenever a host
+copy has to make room.
 
-Note: locks. The rules read blocks without their locks, so the tier asks a rule again once the tier has the block's lock.
-The rules must change nothing, and must not copy to devices.
+Note: locks. The rules read blocks without their locks, so the tier asks again whether a copy may go once the tier has the
+block's lock. The rules must change nothing, and must not copy to devices.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class HostTierEntry:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the block's trial continues, as far as known here."""
+        """Whether the block's trial has not failed, as far as known here."""
         return self.block.tenant is None or self.block.tenant.failure is None
 
 
@@ -43,8 +44,8 @@ def worth(entry: HostTierEntry, now: int) -> tuple[bool, bool, int, int]:
     """Sort key for giving copies up, lowest first.
 
     A failed trial's copies go first. Of the rest, a copy refused by the disk is tried last. Otherwise a copy with a duplicate
-    on a device comes first, because the copy costs nothing, and a copy in transit last. Among equals, the copy with the
-    farthest next use comes first.
+    on a device comes first, because giving the copy up costs nothing, and a copy in transit last. Among equals, the copy with
+    the farthest next use comes first.
     """
     rank = 0 if is_on_device(entry.block) else 2 if is_moving(entry.block) else 1
     # False sorts before True: copies of failed trials first, and in either class refused copies last.
@@ -81,5 +82,5 @@ def is_far(entry: HostTierEntry, now: int) -> bool:
 
 
 def costs_nothing(entry: HostTierEntry, now: int) -> bool:
-    """Rule for callers that must not wait for the disk: a far copy may go if its bytes are in the file or on a device."""
+    """Rule for callers that must not wait for the disk: as `is_far`, but only with the bytes in the file or on a device."""
     return is_far(entry, now) and (entry.is_stored or is_on_device(entry.block))

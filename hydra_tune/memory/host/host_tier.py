@@ -1,14 +1,21 @@
 """The host tier: keeps host copies of blocks within a budget of host memory, and moves copies beyond the budget to disk.
 
 The ledger of the tier counts every host copy made by the pool; the memory of a user's batch is the user's own and is
-not counted. To make room, the tier gives up the host copy with the most distant next use. Giving up costs nothing if a
-device holds the same bytes or the file already has the bytes; otherwise the tier writes the copy to a file first. The
-tier reads a block back before a load to a device, or when code on the host needs the block.
+not counted. To make room, the tier gives up host copies in the order of `worth` (`host_eviction.py`), mostly by the most
+distant next use. Giving up costs nothing if a device holds the same bytes, the file already has the bytes, or the trial has
+failed; otherwise the tier writes the copy to a file first. The tier reads a block back ahead of its unit, before a load to a
+device, or when code on the host needs the block.
 
 `ExecutorSettings` (`pool/runtime/settings.py`) makes the tier when a pool with a `spill_dir` starts. The pool's pagers
-(`memory/pager.py`) ask the tier for host memory before writing a block back, and `pool/devices/host_admission.py`
-admits each trial before its first unit. `HostMemoryQuota` (`train/state/host_quota.py`) reserves what a trial keeps
-there.
+(`memory/pager.py`) ask the tier for host memory before writing a block back, and `BlockPrefetcher` (`memory/prefetch.py`)
+announces blocks. `memory/block_release.py` has blocks read back or forgotten, `TensorGroups` (`train/state/tensor_groups.py`)
+takes room for new groups and wants a trial whole, and `ParameterReplicas` (`train/state/replicas.py`) holds the originals of
+copies. `pool/devices/host_admission.py` admits each trial before its first unit, and `HostMemoryQuota`
+(`train/state/host_quota.py`) reserves what a trial keeps there. `PoolCheckpointWriter` (`pool/checkpointing/writer.py`) takes
+room on the ledger without waiting. The tier must not copy to devices.
+
+Note: locks. The lock of the tier guards the tier's tables. A thread takes that lock after the lock of the pool or of a block,
+and holds that lock during no wait, copy or write.
 
 Note: work ahead. As each unit begins, the disk's thread is asked to read blocks needed within the next few units. The
 thread also keeps room for a copy coming from a device, so that units seldom wait for a write. The thread does a single
@@ -206,7 +213,8 @@ class HostTier:
 
         Raises:
             BudgetError: the bytes do not fit, whatever is given up.
-            SpillError: no more copies can be given up, because the disk takes no copies of this thread's trial.
+            SpillError: no more copies can be given up, because the disk takes no copies of this thread's trial, or of an
+                unknown trial.
             HydraTuneError: this thread's trial is over.
         """
         self.check(nbytes)
@@ -240,7 +248,7 @@ class HostTier:
         self._ask_ahead()
 
     def expect(self, blocks: Sequence[Block]) -> None:
-        """Note that the next units use these blocks, in order of need, and start reading the blocks on disk."""
+        """Note that the next units use these blocks, and start reading the blocks on disk."""
         with self._lock:
             for block in blocks:
                 entry = self._entries.get(block.number)
@@ -354,14 +362,14 @@ class HostTier:
             self.disk.start(self._look_ahead)
 
     def _keep_room(self) -> bool:
-        """Make room for a copy from a device; return False if there is room already, or if all copies are needed soon."""
+        """Make room for a copy from a device; return False if there is room already, or if no copy may go now."""
         with self._lock:
             largest = max((entry.block.nbytes for entry in self._entries.values()), default=0)
         free = self.ledger.budget_bytes - self.ledger.used_bytes
         return free < largest and self._give_up_one(is_far).has_given
 
     def _read_ahead(self) -> bool:
-        """Read a block needed soon; return False if there is none, or no room without giving up copies needed soon."""
+        """Read the block needed first among the blocks needed soon that can be read now; return whether a block was read."""
         with self._lock:
             now = self._now
             due_entries = [entry for entry in self._entries.values() if entry.is_on_disk and entry.uses.is_soon(now)]
@@ -387,7 +395,7 @@ class HostTier:
     # Giving up.
 
     def _give_up_one(self, may_go: Callable[[HostTierEntry, int], bool] | None = None) -> _VictimSearchResult:
-        """Give up the host copy with the most distant next use among the copies that may go."""
+        """Give up a host copy: the first that can go among the copies that may go, in the order of `worth`."""
         search = _VictimSearchResult()
         with self._lock:
             now = self._now
@@ -395,7 +403,7 @@ class HostTier:
             counted = sum(self._reserved.values()) + sum(self._shared.values())
             counted += sum(entry.block.nbytes for entry in on_host)
         candidates = [entry for entry in on_host if not entry.holds]
-        # The remaining bytes on the ledger belong to copies being allocated or given up at this moment.
+        # The remaining bytes on the ledger belong to copies being allocated or given up at this moment, or to a checkpoint.
         search.is_busy = len(candidates) < len(on_host) or self.ledger.used_bytes > counted
         may_go = may_go or may_always
         candidates = [entry for entry in candidates if may_go(entry, now)]
@@ -506,7 +514,7 @@ def _blame(failed: Sequence[tuple[Block, SpillError]]) -> None:
     """Fail the trial with most of the bytes refused by the disk, after no other copy can go.
 
     Raises:
-        SpillError: this thread works for the failed trial.
+        SpillError: this thread works for the failed trial, or the trial is unknown.
     """
     nbytes: Counter[TrialMemoryContext | None] = Counter()
     for block, _ in failed:

@@ -1,11 +1,11 @@
 """The folder for a pool's spilled blocks: created in `spill_dir`, private, removed at the end, swept after a crash.
 
 `ExecutorSettings` (`pool/runtime/settings.py`) checks `spill_dir` when an executor is made, and creates the folder when
-the pool starts; `SpillDisk` (`disk.py`) opens the files in the folder.
+the pool starts; `SpillDisk` (`disk.py`) opens and removes the files in the folder, and closes the folder.
 
 Note: ownership. A pool creates a folder of mode 0700 and holds a lock on the file `lock` in the folder for its whole
 life. The kernel releases the lock at the end of the process, however the process ends. A folder with such a name, of
-this user and with a free lock was therefore left by a crash. Of such a folder, only the lock and files with names given by
+this user and without a held lock was therefore left by a crash. Of such a folder, only the lock and files with names given by
 this module are removed, and the folder itself only once empty. Creating and sweeping exclude each other by a lock on
 `spill_dir` itself, so that no process sweeps a folder just being created.
 """

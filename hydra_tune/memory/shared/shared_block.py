@@ -1,9 +1,9 @@
 """Copies of shared tensors on devices: one copy a device for all trials that need the tensor there.
 
-`SharedTensors` (`train/state/shared_state.py`) makes a `SharedBlockHandle` for each shared tensor of a trial, and
-`TensorGroups` (`train/state/tensor_groups.py`) lists the handles among the blocks of the trial's units. A pager that
-leases or prefetches blocks asks each block for the block on its own device (`Block.at`): a handle leads to the copy
-there, and any other block is meant itself.
+`SharedTensors` (`train/state/shared_state.py`) makes a `SharedBlockHandle` for each shared tensor of a trial, and has the
+handles leave. `TensorGroups` (`train/state/tensor_groups.py`) lists the handles among the blocks of the trial's units, and so
+does `ParameterReplicas` (`train/state/replicas.py`). A pager that leases or prefetches blocks asks each block for the block on
+its own device (`Block.at`): a handle leads to the copy there, and any other block is meant itself.
 
 A copy is a block like any other, with two differences. A copy's bytes come from the shared file and never change, so
 the copy is always clean, and the file's own memory serves as the host copy. And the copy belongs to no trial: the copy

@@ -4,11 +4,12 @@
 mapping of its own. All mappings show the same pages until a user writes: the system then gives the writer a page of its
 own (copy on write), so no user ever sees another user's write, whichever way the write took. `SharedTensors`
 (`train/state/shared_state.py`) asks `shared_source` which tensors of a trial are still the file's, and checkpoints
-(`train/checkpoint/trial_checkpoint.py`) have a digest in place of such a tensor. `HostTier` (`memory/host/host_tier.py`)
-counts each file once, and `shard/partition/trial_step.py` asks `shown_again` for frozen parameters that show the same
-file. The module knows no models and no devices.
+(`train/checkpoint/trial_checkpoint.py`) have a digest in place of such a tensor. `HostTier` (`memory/host/host_tier.py`) and
+`pool/devices/host_admission.py` count each file once, and `shard/partition/trial_step.py` asks `shown_again` for frozen
+parameters that show the same file. The module knows no models and no devices.
 
-Note: the file itself. Only the constructor writes to the file's own pages; every later mapping must be private.
+Note: the file itself. Only the constructor writes to the file's own pages; every later mapping must be private. A lock of the
+module guards the table of mapped tensors.
 """
 
 import contextlib

@@ -1,9 +1,10 @@
 """Formats the lines of an event log as JSON. `observe/event_log/reader.py` reads the lines back.
 
 `EventLog` (`writer.py`) makes the line of each record here, on the log's own thread, just before the line is written;
-`owns` and `workers` are set on other threads, by single operations of a dict. `observe/event_log/run_state.py` picks
-lines by their first characters, so `event` stays the first key. A change that a reader sees raises `FORMAT`, and
-belongs into docs/reference/events.md.
+`owns` and `workers` are set on other threads, by single operations of a dict, without a lock. `observe/event_log/run_state.py`
+picks lines by their first characters, so `event` stays the first key of each line but the header. `CARRIER` also serves
+`Pool` (`pool/pool.py`) and the readers of a log. A change that a reader sees raises `FORMAT`, and belongs into
+docs/reference/events.md.
 """
 
 import json
@@ -30,8 +31,8 @@ _STEPS = ',"steps":%d'
 class EventLogFormatter:
     """Makes whole lines. Times come from `time.perf_counter_ns`, and are written as nanoseconds since the start.
 
-    The frequent lines of units, copies and waits are formatted by hand, several times faster than by `json.dumps`. The
-    part of a line that repeats at every step, all but the times, is cached.
+    The lines of units, copies, waits, updates on the host and the disk are formatted by hand, several times faster than by
+    `json.dumps`. The part of a unit's or a copy's line that repeats at every step, all but the times, is cached.
 
     Attributes:
         workers: devices by the id of their worker's thread.

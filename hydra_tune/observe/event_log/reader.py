@@ -1,7 +1,8 @@
 """`RunLog`: reads the file of an `EventLog`, even if the run was killed while writing.
 
-`hydra-tune trace` (`cli/commands/trace.py`) calls `read_log` first, during a run or afterwards; figures, plot and trace
-are made of the `RunLog`. The reader must read whatever `line_format.py` writes with the same `FORMAT`.
+`hydra-tune trace` (`cli/commands/trace.py`) calls `read_log` first, during a run or afterwards; `run_figures.py`,
+`observe/trace/run_plot.py` and `observe/trace/chrome_trace.py` take the `RunLog`. The reader must read whatever
+`line_format.py` writes with the same `FORMAT`, and must not import torch.
 """
 
 import json
@@ -36,8 +37,7 @@ class LoggedCopy(NamedTuple):
     """A copy from the host ("in"), to the host ("out") or from a device ("across"); fields as in `EventLog.copied`.
 
     Args:
-        by: the device of the worker that made the copy; None for a copy thread, or a thread that frees a trial's
-            memory.
+        by: the device of the worker that made the copy; None for a copy thread, or a thread that is no worker's.
     """
 
     device: str
@@ -151,7 +151,7 @@ def read_log(path: Path) -> RunLog:
     """Read an event log.
 
     Raises:
-        ConfigError: the file is missing, no event log, another version's, damaged, or of a run without any unit.
+        ConfigError: the file cannot be read, is no event log, another version's, damaged, or of a run without any unit.
     """
     try:
         with path.open("rb") as file:
@@ -199,7 +199,7 @@ def _begun(path: Path, line: bytes) -> RunLog:
 def _take_all(path: Path, log: RunLog, lines: Iterator[bytes]) -> None:
     texts: dict[str, str] = {}
     for number, line in enumerate(lines, start=2):
-        if not line.endswith(b"\n"):  # only the last line of a killed run
+        if not line.endswith(b"\n"):  # only the last line: of a killed run, or still being written
             log.is_cut = True
             return
         try:

@@ -3,9 +3,9 @@
 `hydra-tune trace` (`cli/commands/trace.py`) calls `run_figures` as soon as the log is read, and passes the figures on
 to `observe/trace/run_plot.py` and `observe/trace/run_table.py`.
 
-Note: computing. A unit computes from the time when all inputs are there until its end, except while its worker waits.
-*Under compute* is the part of a copy that falls into compute time of the copy's device, for a unit of any job: this
-part of the copy has cost no time. `pool.stats()` measures the complement, the time that units have waited for copies.
+Note: computing. A unit computes from the time when all inputs are there until its end, except while its worker waits or
+copies. *Under compute* is the part of a copy that falls into compute time of the copy's device, for a unit of any job: this
+part of the copy has cost no time. `pool.stats()` measures the time that units have waited for copies.
 """
 
 from bisect import bisect_left

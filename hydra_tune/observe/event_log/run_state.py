@@ -1,11 +1,14 @@
 """Reads the state of a run from its event log: whether its process lives, and how far its trials have come.
 
-`hydra-tune list` and `hydra-tune status` (`cli/inspect/run_scan.py`) call `read_run_state` for each log of a folder, while
-the run goes on or afterwards. Beside the header, only the lines about jobs, the sweep and the end are read, because units
-and copies fill most of a log.
+`hydra-tune list` and `hydra-tune status`, and the commands that find a run (`show`, `best`, `plot`, `export`), call
+`read_run_state` for each log of a folder through `cli/inspect/run_scan.py`, while the run goes on or afterwards.
+`cli/inspect/sweep_run_record.py` reads the `RunState`. Beside the header, only the lines about jobs, the sweep and the end are
+parsed, because units and copies fill most of a log. The module must not import torch, so that `hydra-tune list` answers at
+once.
 
 Note: liveness. The writer of a log holds the system's lock of the file (`flock`) as long as the file is open. The lock
-ends with the process, however the process ends: an unlocked log without a last line belongs to a killed run.
+ends with the process, however the process ends: an unlocked log without a last line belongs to a killed run. On a file system
+without locks, no run counts as alive.
 """
 
 import fcntl
@@ -33,7 +36,7 @@ class RunState:
     """A run, as far as its log says.
 
     Args:
-        is_alive: whether the process of the run still writes the log.
+        is_alive: whether the process of the run still has the log open.
         sweep: facts that `hydra-tune sweep` has noted about its study; empty for other programs.
         trials: by name of the job, with the job's number where an earlier job has the name; values as last reported;
             `epochs` where reports are those of epochs.

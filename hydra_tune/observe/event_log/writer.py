@@ -1,12 +1,13 @@
 """`EventLog`: logs a pool's events, one JSON object a line, in a file that grows during the run.
 
-The pool's threads append tuples to a buffer and continue; a single log thread turns the tuples into lines, at least
-twice a second. Lines already written stay readable after any end of the process (`observe/event_log/reader.py`). The
-log takes names, numbers and times, and must hold no part of the engine. `pool/runtime/settings.py` makes an `EventLog`
-when the pool starts, if a file is given, and `Pool` (`pool/pool.py`) closes the log at shutdown. Workers, the
-dispatcher (`pool/runtime/dispatcher.py`), pagers (`memory/pager.py`) and the disk (`memory/host/disk.py`) write to the
-log. Jobs add their reports (`pool/runtime/job_state.py`), and `hydra-tune sweep` adds facts about the study
-(`cli/run/sweep_run.py`). `cli/display/log_file.py` and the settings check the path beforehand (`check_log_path`).
+The pool's threads append tuples to a buffer and continue; a single log thread turns the tuples into lines every half second,
+or sooner once the buffer is half full. Lines already written stay readable after any end of the process
+(`observe/event_log/reader.py`). The log takes names, numbers and times, and must hold no part of the engine.
+`pool/runtime/settings.py` makes an `EventLog` when the pool starts, if a file is given, and `Pool` (`pool/pool.py`) closes the
+log at shutdown. Workers, the dispatcher (`pool/runtime/dispatcher.py`), pagers (`memory/pager.py`), leases (`memory/lease.py`)
+and the disk (`memory/host/disk.py`) write to the log. Jobs add their reports (`pool/runtime/job_state.py`), and
+`hydra-tune sweep` adds facts about the study (`cli/run/sweep_run.py`). `cli/display/log_file.py` and the settings check the
+path beforehand (`check_log_path`).
 
 Note: training goes first. No training thread waits for the log; only `close` does. Records of units, copies and other
 details are flat tuples of texts and numbers, because every nested object makes the garbage collector walk more often
@@ -169,7 +170,7 @@ class EventLog:
             kind: content of the block.
             shard: the shard, for parameters of a single shard.
             nbytes: as counted by `pool.stats()`; 0 for a failed copy.
-            how: "waited" for by this thread; "background"; "late": begun in the background, finished by this thread;
+            how: "waited" for by this thread; "background"; "late": queued in the background, and made by this thread;
                 "vain": loaded in the background for nothing.
             start_ns: beginning of the copy.
             end_ns: end of the copy.

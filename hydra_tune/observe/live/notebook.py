@@ -1,7 +1,7 @@
 """The live view of a sweep below a notebook's cell, with nothing installed but the kernel.
 
 `pool/views/live.py` shows a `NotebookView` for the block of `HydraExecutor.live` where the process is a notebook's
-kernel. The module must not import IPython before a view opens.
+kernel. The module must not import IPython before a view opens, and holds no part of the engine.
 """
 
 import html

@@ -1,4 +1,4 @@
-"""Paints lines on a terminal's screen, sending only lines that have changed, but for every tenth picture.
+"""Paints lines on a terminal's screen, sending only lines that have changed, but for every tenth picture and each new size.
 
 Unchanged lines are not sent as a rule, so nothing flickers, and painting costs a third of a full redraw through rich.
 `LiveView` (`terminal.py`) opens an `AlternateScreen` when a sweep's view begins, and paints each new picture there. The

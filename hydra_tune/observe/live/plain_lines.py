@@ -1,7 +1,8 @@
-"""Shows a sweep as plain lines without a terminal: one line for each event, and a regular line of progress.
+"""Shows a sweep as plain lines without a terminal: a regular line of progress, and a limited rate of all lines.
 
-`SweepOutput` (`cli/display/output.py`) shows a command's sweep with a `PlainView` where no live view runs;
-`pool/views/live.py` does so for `HydraExecutor.live` outside terminals and notebooks.
+`SweepOutput` (`cli/display/output.py`) shows a command's sweep with a `PlainView` where no live view runs, and sends the
+lines of ended trials through a `RateLimit`, too; `pool/views/live.py` does so for `HydraExecutor.live` outside terminals and
+notebooks. The module must hold no part of the engine.
 """
 
 import logging
@@ -42,10 +43,10 @@ def progress_line(view: SweepView) -> str:
 
 
 class RateLimit:
-    """Limits the rate of lines: at most 50 at once, and 5 a second in the long run. Thread-safe.
+    """Limits the rate of lines: at most 50 at once, and 5 a second in the long run, besides counts. Thread-safe.
 
-    Held-back lines are counted, and the count is written before the next passing line, or by `flush`. After a line that
-    cannot be written, a warning says so, and no more are tried.
+    Held-back lines are counted, and the count is written as a line of its own before the next passing line, or by `flush`.
+    After a line that cannot be written, a warning says so, and no more are tried. Lines are written under the lock.
     """
 
     def __init__(self, write: Callable[[str], None]) -> None:

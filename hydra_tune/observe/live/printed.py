@@ -2,7 +2,7 @@
 
 `SweepOutput` (`cli/display/output.py`) and `pool/views/live.py` enter `kept` just before a `LiveView` opens, and leave
 `kept` after the terminal is restored. Only streams and log handlers of Python are redirected, not the output of libraries
-in C.
+in C. The lock of a stream is held for its lines alone, never while the destination writes.
 """
 
 import io
@@ -73,7 +73,7 @@ def _last_state(line: str) -> str:
 
 @contextmanager
 def kept(recent: deque[str]) -> Iterator[None]:
-    """Within the block, capture output printed or logged to the terminal; afterwards the output goes to standard error."""
+    """Within the block, capture output printed or logged to the terminal; afterwards the last lines go to standard error."""
     printed, stdout, stderr = CapturedOutputStream(recent), sys.stdout, sys.stderr
     try:
         with redirect_stdout(printed), redirect_stderr(printed), _logged_to(printed, (stdout, stderr)):

@@ -2,7 +2,8 @@
 
 rich's own tables measure every cell anew each time, at ten times the cost; here columns have fixed widths, and long
 text is cut with an ellipsis. Wide characters take two columns; control characters, which could move the cursor, are
-replaced by spaces. `screen.py` composes all lines of each picture here while a sweep runs, and `paint.py` sends the lines.
+replaced by spaces. `screen.py` composes all lines of each picture here while a sweep runs; `paint.py` sends the lines to a
+terminal, and `notebook.py` to a cell. The module must not know sweeps: only cells of text come in.
 """
 
 from collections.abc import Iterable, Sequence

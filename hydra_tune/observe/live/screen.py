@@ -1,7 +1,8 @@
 """Formats a `SweepView` as lines of a terminal: the sweep, its devices, its trials, and the last printed lines.
 
 Column widths do not depend on reported values, speeds or times, which change from picture to picture. `LiveView`
-(`terminal.py`) and `NotebookView` (`notebook.py`) call `sweep_lines` for each picture of a running sweep.
+(`terminal.py`) and `NotebookView` (`notebook.py`) call `sweep_lines` for each picture of a sweep. The module must hold no part
+of the engine: a plain `SweepView` comes in.
 """
 
 import functools

@@ -1,10 +1,11 @@
 """A sweep at one moment, in plain values, for the terminal view, the summary and the JSON report.
 
-`SweepProgressTracker` (`cli/display/board.py`) makes a snapshot each time the display of `hydra-tune sweep` is drawn;
-`SweepMonitor` (`pool/views/live_snapshot.py`) does so for `HydraExecutor.live`. `read_run_state`
-(`observe/event_log/run_state.py`) and `integrations/hydra_tune_optuna/study_reader.py` make a `TrialView` of a log or a
-study, and `SweepRunRecord` (`cli/inspect/sweep_run_record.py`) ranks such trials as a `SweepView`. The live views draw the
-snapshots, and `summary.py` writes the JSON report. Neither the snapshots nor their readers hold a job, a task or a tensor.
+`SweepProgressTracker` (`cli/display/board.py`) makes a snapshot each time the display of `hydra-tune sweep` asks, and for the
+report; `SweepMonitor` (`pool/views/live_snapshot.py`) does so for `HydraExecutor.live`. `pool/devices/utilization.py` makes the
+`DeviceView`s. `read_run_state` (`observe/event_log/run_state.py`) and `integrations/hydra_tune_optuna/study_reader.py` make a
+`TrialView` of a log or a study, and `SweepRunRecord` (`cli/inspect/sweep_run_record.py`) ranks such trials as a `SweepView`.
+The live views draw the snapshots, and `summary.py` writes the JSON report. Neither the snapshots nor their readers hold a job,
+a task or a tensor. The module must not import torch, so that `hydra-tune list` answers at once.
 """
 
 import math
@@ -148,7 +149,7 @@ class SweepView:
 
     @property
     def ranked(self) -> tuple[TrialView, ...]:
-        """Completed trials, best first, then pruned trials, best first; trials without a value are left out.
+        """Completed trials, best first, then pruned trials, best first; trials without a value, or with NaN, are left out.
 
         Trials that violate constraints come after others of their state.
         """
@@ -181,6 +182,6 @@ class SweepView:
 
     @property
     def best(self) -> TrialView | None:
-        """The best completed trial."""
+        """The best completed trial that violates no constraints; None without such a trial."""
         ranked = self.ranked
         return ranked[0] if ranked and ranked[0].state == "completed" and ranked[0].is_feasible else None

@@ -1,6 +1,7 @@
 """Numbers as a line of small bars: `▁▂▄▆█`.
 
-`screen.py` draws a trial's reports so far with `sparkline`, in each picture of a running sweep.
+`screen.py` draws a trial's reports so far with `sparkline`, in each picture of a running sweep. The module knows no trials,
+only numbers.
 """
 
 import math

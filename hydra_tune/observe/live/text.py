@@ -2,6 +2,7 @@
 
 `screen.py`, `plain_lines.py`, `summary.py` and the `hydra-tune` commands format values here; writers of JSON, such as
 `observe/event_log/line_format.py`, pass values through `plain` first, and `observe/event_log/run_state.py` undoes `plain`.
+The module must not import torch, so that `hydra-tune list` answers at once.
 """
 
 import math

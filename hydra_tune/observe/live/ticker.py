@@ -1,7 +1,7 @@
 """A thread that calls a function regularly at a small share of the CPU.
 
 `LiveView` (`terminal.py`), `NotebookView` (`notebook.py`) and `PlainView` (`plain_lines.py`) refresh themselves with a
-`ViewRefreshTimer` while a sweep is shown.
+`ViewRefreshTimer` while a sweep is shown. An error of the function must not reach training: the error ends the calls.
 """
 
 import contextvars
@@ -62,7 +62,7 @@ class ViewRefreshTimer:
     def _run(self) -> None:
         called, spent, cpu = time.monotonic(), 0.0, time.process_time()
         while not self._over.wait(self._period_seconds):
-            # Both are CPU times since the last call: one of the whole process, one of the function alone.
+            # Both are CPU times: of the whole process since the last call, and of the last call alone.
             used = time.process_time() - cpu
             if spent > _SHARE * used and time.monotonic() - called < _MOST_SECONDS:
                 continue

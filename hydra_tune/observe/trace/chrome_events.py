@@ -3,7 +3,7 @@
 Source: "Trace Event Format", Google, 2016. Times in the format are microseconds.
 
 `chrome_trace.py` makes events here when `hydra-tune trace` writes a trace; `simulate/recorded/recording.py` does so
-when the recording of a pool is written as a trace.
+when the recording of a pool is written as a trace. The module must not know logs or recordings.
 """
 
 from typing import Any, Literal

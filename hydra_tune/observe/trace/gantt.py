@@ -59,7 +59,7 @@ class GanttChart:
         rows: names, the first at the top.
         lanes: parts of each row, by name; drawn in this order.
         span: visible range, in seconds.
-        names_jobs: whether a legend names the jobs' colours.
+        names_jobs: whether a legend names the jobs' colours, unless there are more jobs than colours of the palette.
     """
 
     title: str

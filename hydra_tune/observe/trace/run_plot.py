@@ -1,7 +1,7 @@
-"""Plots a run's log: for each of the first 32 devices a lane of units, with lanes of loads and spills below.
+"""Plots a run's log: for each of the first 32 devices a row with a lane of units, and lanes of loads and spills below.
 
 `hydra-tune trace` (`cli/commands/trace.py`) calls `plot_run` for `--plot`, after the figures and before the trace is
-written.
+written. The module must read the log only, never a running pool.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _SECOND = 1e9
 def plot_run(
     log: RunLog, figures: RunFigures, path: Path, *, start: float | None = None, end: float | None = None
 ) -> None:
-    """Draw a run: solid bars are compute and background copies, pale bars are waits and copies that units waited for.
+    """Draw a run: solid bars are units with their inputs there, and background copies; pale bars are waits and other copies.
 
     The picture begins at second `start`, or with the first unit, and ends at second `end`, or with the last unit. A wide unit
     is labelled with the first letter of its kind and the number of its shard.

@@ -30,15 +30,15 @@ class TurnAction(NamedTuple):
             "grow": `nbytes` more workspace;
             "in", "out": a block was copied from the host to the device, or from the device to the host;
             "across": a block was copied from another device, and has left the other device;
-            "free": a block with a copy on the host made room;
+            "free": a block with nothing to write back made room;
             "adopt": a unit made a block of `nbytes`;
             "end": of the lease; `blocks` are those whose bytes only the device has;
             "drop", "home": a block was given up, or brought to the host;
-            "ahead": blocks were prefetched in the background, and "shed": clean blocks made room for a prefetch;
+            "ahead": blocks were prefetched in the background, and "shed": blocks made room for a prefetch without a write-back;
             "clean": a background copy to the host was begun, to make room later;
             "await": a unit waited `copy_ns` for a background copy;
             "keep": a background copy to the host was cancelled, because the block is used again.
-        copy_ns: nanoseconds of the action spent copying.
+        copy_ns: nanoseconds of the action spent copying, or waiting for a copy.
     """
 
     what: str

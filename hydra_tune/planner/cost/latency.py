@@ -4,9 +4,9 @@ The computing thread hands copies over, and makes small copies itself. Both dela
 both count as stalls.
 
 Algorithm C estimates swap overheads to make decisions. The duration of a finished schedule is simulated here, copy by
-copy. `planner/search/portfolio.py` times each finished plan with `times_of`, and `planner/passes/swap_recompute.py`
-times each change that would polish a plan. Times are sums of whole picoseconds, so slices and single operators give
-equal sums.
+copy. `planner/search/portfolio.py` times each finished plan with `times_of`, `planner/passes/swap_recompute.py`
+times each change that would polish a plan, and `planner/search/figures.py` reports a breakdown. Times are sums of whole
+picoseconds, so slices and single operators give equal sums. The module must not know its callers: a schedule comes in.
 """
 
 from collections.abc import Iterable

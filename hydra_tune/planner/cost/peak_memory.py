@@ -7,7 +7,7 @@ changes. `planner/search/portfolio.py` takes the peak of each finished plan, `pl
 Differs: the paper adds up five sums over tensors, and counts `static_mem` and, in line 3, swapped and recomputed
 tensors twice. Here every storage is counted once, from the instruction that makes the storage to the instruction that
 frees the storage. A swapped storage is freed where its copy has ended (`planner/ir/lowering.py`), not where the copy
-begins.
+begins. The module must not change a schedule.
 """
 
 from collections.abc import Iterable
@@ -120,6 +120,6 @@ class _SegmentMemorySimulator:
 
 
 def peak_of(schedule: SubArraySchedule) -> tuple[ScheduleSegment, SegmentMemory]:
-    """Return the segment of a schedule that needs the most memory, with its memory."""
+    """Return the segment that needs the most memory among those that repeat, with its memory."""
     memories = [(segment, simulated(schedule, segment)) for segment in schedule.segments]
     return max(memories, key=lambda entry: entry[1].peak_bytes)

@@ -2,7 +2,8 @@
 
 `lowering.py` lists the instructions of a segment whenever `planner/cost` simulates the segment, `verify.py` checks the
 segment, `planner/search/figures.py` reports the memory of a step over time, or `planner/passes/graph_rewrite.py` writes the
-merged graph. Instructions and sequences never change once made, so threads may share them (note on reuse in `lowering.py`).
+merged graph. Instructions and sequences never change once made, so threads may share them (note on reuse in `lowering.py`). The
+module must not know devices, clocks or how a plan is found.
 
 Note: speed. Planning simulates each segment many times, and between the few operators with a decision, operators just
 follow each other. `InstructionSequence` adds up the time and memory of a sub-array's operators once, and a simulation

@@ -1,8 +1,9 @@
 """Lowering of a schedule's segment to a list of instructions: runs, copies, recomputations and deletions, in order.
 
-`planner/cost/peak_memory.py` and `planner/cost/latency.py` have a segment lowered for each simulation, and
-`planner/passes/graph_rewrite.py` has all segments of a plan lowered before the plan runs. `verify.py` and
-`planner/search/figures.py` lower finished schedules.
+`planner/cost/peak_memory.py` and `planner/cost/latency.py` have a segment lowered for each simulation, and so does
+`planner/passes/swap_recompute.py` for each change that would polish a plan. `planner/passes/graph_rewrite.py` has all segments
+of a plan lowered before the plan runs. `verify.py` and `planner/search/figures.py` lower finished schedules. The lowering must
+not decide anything: decisions come with the schedule.
 
 Note: room. A swapped storage is freed when its copy to the host has ended, not when the copy begins (Algorithm G as printed
 frees the storage at once). The end depends on time, so the release is an instruction of its own. The lowering puts the

@@ -5,10 +5,10 @@ segment gives a map away, and the backward in the other gets the map back.
 
 `Planner` (`planner/search/portfolio.py`) starts each plan from an undecided `SubArraySchedule`. The passes
 (`planner/passes/swap_recompute.py`, `planner/passes/min_cut.py` and `planner/passes/double_swap.py`) then add
-decisions, and `lowering.py` turns the decisions into instructions. `verify.py`, `planner/cost/` and
-`planner/run/runner.py` read a schedule, and planned units (`fusion/runtime/planned_executor.py` and
-`fusion/runtime/paired_unit.py`) name graphs by `ScheduleSegment`. The module must not know devices, clocks or how a
-plan is found.
+decisions, and `lowering.py` turns the decisions into instructions. `verify.py`, `planner/cost/`,
+`planner/search/figures.py` and `planner/run/runner.py` read a schedule, and planned units
+(`fusion/runtime/planned_executor.py` and `fusion/runtime/paired_unit.py`) name graphs by `ScheduleSegment`. The module must
+not know devices, clocks or how a plan is found.
 
 Note: ownership. Decisions and candidates change in place, though a schedule is frozen. A pass changes only a schedule
 from `SubArraySchedule.copy`, because several plans start from the same schedule.

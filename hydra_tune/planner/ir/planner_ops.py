@@ -2,10 +2,10 @@
 
 Each placeholder is the target of a node: `planner/trace/step_graph.py` writes the draws when a step is traced, and
 `planner/passes/graph_rewrite.py` writes the rest when graphs are merged. `planner/run/interpreter.py` maps each target
-to an action before a merged graph first runs, and `planner/run/copy_engine.py` makes the copies.
-`planner/profile/profiling_interpreter.py` runs draws for a profile. `planner/ir/verify.py` checks that each copy has
-one wait, so a new kind of copy needs a rule there. Calling a placeholder directly raises `AssertionError`. Only
-`view_of` is a function that runs as written.
+to an action before a merged graph first runs, and `planner/run/copy_engine.py` makes the copies, with views by `view_of`.
+`planner/profile/profiling_interpreter.py` runs draws and views for a profile, and `aliasing.py` and
+`planner/profile/profiler.py` recognize draws. `planner/ir/verify.py` checks that each copy has one wait, so a new kind of copy
+needs a rule there. Calling a placeholder directly raises `AssertionError`. Only `view_of` is a function that runs as written.
 """
 
 from typing import Any, NoReturn

@@ -1,6 +1,6 @@
 """The planner's model of a sub-array: operators and storages, with times and sizes (Tables A and B of the paper).
 
-`planner/profile/profiler.py` builds a `SubArrayProfile` from a step's graph, and tests build profiles by hand.
+`planner/profile/profiler.py` builds a `SubArrayProfile` from a step's graph, and puts copies on a simulated link.
 `planner/profile/allocator_rounding.py` and `planner/search/autotune.py` make profiles with other sizes or times. The
 passes (`planner/passes/candidates.py`), the search (`planner/search/portfolio.py`), `lineage.py`, `plan_state.py` and
 `lowering.py` read the profile whenever a step is planned. The module must not import torch. No field of a profile is ever

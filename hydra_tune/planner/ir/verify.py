@@ -2,7 +2,7 @@
 
 A failed check is a defect of a pass, and says nothing about the user's model. `Planner` (`planner/search/portfolio.py`)
 checks each schedule as soon as a way is planned, and `planner/passes/graph_rewrite.py` checks each merged graph as soon
-as the graph is written.
+as the graph is written. A check must change nothing.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def verify_schedule(schedule: SubArraySchedule) -> None:
 def verify_instructions(
     schedule: SubArraySchedule, segment: ScheduleSegment, instructions: Sequence[Instruction]
 ) -> None:
-    """Verify that operators run once and in order, and read only storages that are on the device.
+    """Verify that operators run once and in order, read only storages that are on the device, and that all copies end.
 
     Raises:
         AssertionError: an invariant does not hold.
@@ -111,7 +111,7 @@ class _SegmentVerifier:
 
 
 def verify_graph(graph: fx.Graph) -> None:
-    """Verify that every copy is waited for, and no node uses a tensor that has left the device.
+    """Verify that every copy is waited for, and no later node uses the tensor that a node has sent away or deleted.
 
     Raises:
         AssertionError: an invariant does not hold.

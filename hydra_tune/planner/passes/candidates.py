@@ -2,11 +2,12 @@
 
 `swap_recompute.py` makes the candidates of each sub-array before the first round, and updates the remaining candidates
 after each decision. `min_cut.py` and `planner/search/figures.py` only ask for the first candidates. `candidates_of` leaves
-the profile as found; `updated_candidates` changes the search's own candidates in place, and nothing else.
+the profile as found; `updated_candidates` changes the search's own candidates in place, and nothing else. A pass must not run
+a step or read a clock.
 
 Differs from the algorithm as printed:
 * Not every feature map is a candidate: the losses are kept, and so is a map with less than a 512th of the largest map's
-  bytes.
+  bytes, or a map that can be neither swapped nor computed again.
 * A candidate normally replaces a swapped source by the sources of that source. Where those cannot compute the candidate
   (random, or overwritten by then), the candidate keeps the swapped source, and the swapped map comes back sooner.
 * Line 8: a candidate takes over the operators of its former source. An operator that both need counts once, so the

@@ -3,7 +3,9 @@
 Draws, copies to the host, copies back, waits and deletions are nodes of their own (`planner/ir/planner_ops.py`). An
 operator appears once more for each map that is recomputed with the operator, before the map's first use in the
 backward. So a merged graph says everything that happens, and in which order. `DeviceStepRunner`
-(`fusion/runtime/planned_executor.py`) has the graphs written before a planned step first runs, once for all devices.
+(`fusion/runtime/planned_executor.py`) has the graphs written before a planned step first runs, once for all devices, and
+`planner/run/runner.py` and `planner/run/interpreter.py` run the graphs. The rewriter must not decide anything: the schedule
+holds all decisions.
 
 Note: names. `a0_` marks the first sub-array, and `a1_` the second. Values that a forward leaves for its backward are
 outputs of one merged graph and arguments of the other, under the same names: `a0_relu` is a kept value, and

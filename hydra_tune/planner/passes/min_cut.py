@@ -5,8 +5,9 @@ Algorithm B. The paper has no such pass.
 
 Source: torch's min-cut partitioner with an activation memory budget, on the planner's own storages and measured times.
 The cut separates storages that cannot be computed again from storages that the backward uses, and the plan keeps the
-maps on the cut. Where the cut recomputes more than the limit asks for, further maps are kept, as many as there is room
-for. Maps that take longest to compute for their bytes are kept first (torch's `greedy_knapsack`).
+maps on the cut. Where the cut recomputes more than the limit asks for, further maps are kept, as many as there is room for,
+to within a 256th of the bytes of all recomputed maps. Maps that take longest to compute for their bytes are kept first
+(torch's `greedy_knapsack`).
 
 Differs: a storage that only the forward uses is never kept in place of the maps made from the storage, because a plan
 keeps feature maps alone.

@@ -1,7 +1,8 @@
 """Algorithm E: the effect of a new recomputation on the recomputations decided before.
 
 `swap_recompute.py` asks `can_join` before a map may be recomputed, and calls `updated_recomputations` once the map is
-chosen. `candidates.py` asks `is_there` and `settled` for the remaining candidates.
+chosen. `candidates.py` asks `is_there` and `settled` for the remaining candidates. `updated_recomputations` changes the
+search's own decisions in place. A pass must not run a step or read a clock.
 
 Where the newly recomputed map is a source of an earlier recomputation, the map's own sources and operators take the
 map's place, and the map is computed once more for each such recomputation. Differs: a map that is on the device anyway,

@@ -1,9 +1,10 @@
 """Algorithm B: swap or recompute feature maps, until the bytes on the device are within the limit.
 
 Each round compares two candidates. The candidate that lies idle longest would be swapped, and the candidate that saves
-the most bytes per second would be recomputed. The algorithm takes the choice that delays the step less. `Planner`
-(`planner/search/portfolio.py`) runs the algorithm several times for each sub-array or pair, each time with other
-allowed actions; `min_cut.py` calls `recomputed` with maps of its own choice.
+the most bytes per second would be recomputed. The algorithm takes the choice that by estimate delays the step less, and at a
+tie recomputes. `Planner` (`planner/search/portfolio.py`) runs the algorithm several times for each sub-array or pair, each
+time with other allowed actions; `min_cut.py` calls `recomputed` with maps of its own choice. The search changes a copy of the
+schedule that comes in. A pass must not run a step or read a clock.
 
 Differs from the algorithm as printed:
 * Line 17: the recomputing branch takes out the recomputed candidate.
@@ -14,8 +15,8 @@ Differs from the algorithm as printed:
 * Where no candidate is left to bring the peak down, the forward operators multiplexed in the segment are taken out.
 * If the peak is still too high, swapped maps that the backward uses on both sides of the peak leave the device there
   once more (`double_swap.py`).
-* At the end, swaps that were timed while memory was short everywhere are timed again, and needless decisions are
-  undone.
+* At the end, if the limit is met, swaps that were timed while memory was short everywhere are timed again, and needless
+  decisions are undone.
 """
 
 from collections.abc import Container, Iterator

@@ -2,8 +2,8 @@
 
 A core that others use as well changes its speed from second to second, by the clock and in CPU time alike. Sub-arrays
 are profiled one after another, and plans compare the profiles. So `profiler.py` measures the pace before and after each
-pass over a step's graph, and reports the time of a pass relative to the pace; `benchmarks/mutwo_runs.py` does so with
-steps. The module must not know graphs or plans.
+pass over a step's graph on the host, and reports the time of a pass relative to the pace; `benchmarks/mutwo_runs.py` does so
+with steps. The module must not know graphs or plans.
 
 Operators of microseconds, which consist mostly of the call, slow down more than long operators. Steps have both, so the
 pace is the geometric mean of the times of small operators and of products of larger matrices.
