@@ -37,7 +37,7 @@ class JobSaver(Protocol):
         """Serve a pending request now, if the job stands between two steps.
 
         Raises:
-            CheckpointError: the job is paused within a step.
+            CheckpointError: the job is paused within a step, or waits at a report where the job cannot be saved.
         """
 
 
