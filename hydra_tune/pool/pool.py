@@ -619,7 +619,7 @@ class Pool:
 
     @hold_interrupts()
     def jobs(self) -> list[Job]:
-        """Jobs that are not over, in the order of submission."""
+        """Jobs that are not over, in the order of submission; a job that began again counts as submitted then."""
         with self.changed:
             return [record.job for record in self._records.values()]
 
@@ -681,7 +681,10 @@ class Pool:
             )
 
     def shutdown(self) -> None:
-        """Cancel all live jobs, wait for the running units, end all threads; further calls have no effect."""
+        """Cancel all live jobs, wait for the running units, end all threads; further calls have no effect.
+
+        Threads that hang in a data loader are left behind.
+        """
         core = self._core
         self.refuse_own_code("shutdown")
         with hold_interrupts(), self.changed:
