@@ -9,8 +9,8 @@ Programs import `Job`, `Result`, `EventStream` and the events from `hydra_tune`.
 Drivers with an `EventStream` are `OptimizeDriver` (`integrations/hydra_tune_optuna/search/driver.py`), `LeasedTrialTable`
 (`integrations/hydra_tune_ray/node/trial_leases.py`) and the process of an isolated pool (`isolation/child.py`).
 
-Note: threads. Pools call `EventStream.put` on any thread, a driver's included, and for a report, or when a pool breaks
-down, under the pool's lock. So a replacement of `put` must not wait, and must not call the pool at a report.
+Note: threads. Pools call `EventStream.put` on any thread, a driver's included: for a report always, and when a pool breaks
+down perhaps, under the pool's lock. So a replacement of `put` must not wait, and must not call the pool at a report.
 
 Note: `Job.result` and `EventStream.get` leave the capture gate while they wait, so a trial's own code that waits for
 another pool does not stop captures.

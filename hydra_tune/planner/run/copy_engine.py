@@ -7,7 +7,7 @@ copy and each wait of a merged graph. `step_timer.py` adds `waited_seconds` to a
 Note: threads. The thread that runs the graphs calls the engine; `close` may come from another thread.
 `ThreadCopyEngine` copies in a thread of its own, which `close` ends; an error of that thread is raised where the failed
 copy is waited for. Each storage has a single host buffer, so a storage must have come back before its next copy to the
-host begins.
+host begins. Engines take no lock, except to make the two copy streams of a GPU, which all engines of the GPU share.
 
 Note: stream order. Device memory is taken and given back in the order of the compute stream alone. So a copy to the host
 waits, by an event, for the computation queued before. The source's memory is given back behind the copy's end on the

@@ -5,7 +5,8 @@
 and `train/own_loop/loop_trial.py` call the keeper between two steps of the trial. A driver's thread, the `timer` thread
 (`pool/fusion/job_table.py`) or the thread that advances a group calls `answer` while the trial stands between two steps.
 `FaultRecovery` (`pool/faults/retry.py`) and `HydraExecutor` (`executor.py`) call `flush` before they read checkpoints.
-The module must not know the format: `hydra_tune.checkpoint` does.
+`cli/run/sweep_run.py` checks the folder of a sweep by `check_checkpoint_dir`. The module must not know the format:
+`hydra_tune.checkpoint` does.
 
 Note: waiting. Between two steps, the thread that runs a trial copies the trial's state to a host buffer. Training goes
 on, and the writer thread writes the buffer to disk. A pool has a single buffer, so checkpoints take host memory for a

@@ -8,7 +8,8 @@ closed; `pool/fusion/group_completion.py` decides likewise, by `is_not_its_own`,
 a fused group, and reads saved states through `Pool.begin_again` and `Pool.last_saved` (`pool/pool.py`). Workers,
 `DeviceReservations` (`pool/devices/device_reservation.py`) and `DeviceLossHandler` (`pool/devices/device_failure.py`)
 ask `found_lost`; the handler asks `may_be_the_devices`, too. The dispatcher and the handler call `end_if_all_lost` before
-a job that a lost device may have hit fails.
+a job that a lost device may have hit fails. `HydraExecutor` (`executor.py`) and `ExecutorSettings`
+(`pool/runtime/settings.py`) check `max_retries` by `check_retries`.
 """
 
 import contextlib

@@ -7,6 +7,7 @@ device's room. `pool/fusion/live_group.py` logs the measured times of planned st
 `FusedJob` (`pool/fusion/fused_job.py`) logs the lives of the trials up to their ends.
 
 Note: the names and fields of the lines are part of the format (`observe/event_log/line_format.py`, docs/reference/events.md).
+The module must change nothing in a job, and may run under the pool's lock.
 """
 
 from collections.abc import Sequence
