@@ -3,8 +3,9 @@
 `ExecutorSettings.open_pool` (`pool/runtime/settings.py`) makes the `Pool` at the first use of an executor.
 `HydraExecutor` (`hydra_tune/executor.py`) submits jobs to the pool; with fusion, `GroupJobLauncher`
 (`pool/fusion/group_jobs.py`) submits carriers of jobs instead, and `FusedPool` (`pool/fusion/fused_pool.py`) passes requests
-of drivers on to the carriers. `Job` (`pool/job.py`) passes a driver's requests on. The pool must not decide which unit runs
-when: `hydra_tune.schedule` does.
+of drivers on to the carriers. `LiveGroup` (`pool/fusion/live_group.py`) asks the pool for host memory and for a carrier's
+turn, and `FusedJobTable` (`pool/fusion/job_table.py`) ends fused jobs through the pool. `Job` (`pool/job.py`) passes a
+driver's requests on. The pool must not decide which unit runs when: `hydra_tune.schedule` does.
 
 Note: threads. Each device has a worker, and the worker runs units (`pool/runtime/worker.py`) and has a thread that hands
 results over beside the next units. A preparer builds and captures models in sequence (`pool/runtime/preparer.py`). A

@@ -10,8 +10,8 @@ meanwhile: the profiler does none of these. `output_layouts.py` uses `array_of`,
 The graph runs node by node on made-up numbers, with a single warm-up and three measured runs. Times are medians of the
 runs, and a node's workspace is the largest of the runs. Every feature map goes to the host after its last use in the
 forward, and comes back before its first use in the backward (stages 1 and 3). So a sub-array can be profiled whose
-feature maps do not fit the device together. On CUDA a node's time is the time of its kernels, which are launched behind
-a pause, so that the launches do not count; views count no time.
+feature maps do not fit the device together. On CUDA a node's time is the time of its kernels. The kernels are launched
+behind a pause of about 0.2 ms, so that launches within the pause do not count; views count no time.
 
 Differs: where the host computes, reading the clock takes as long as a small node, and a node right behind another finds
 more in the caches. So each run is followed by passes that time only whole stretches between copies, and the nodes'
