@@ -1,9 +1,12 @@
 """Parsing and formatting of bytes and seconds.
 
 The module handles only text and numbers and knows nothing of tensors or devices. `ExecutorSettings`
-(`pool/runtime/settings.py`) and `HydraExecutor` (`executor.py`) parse sizes and times among the options of a new
-executor, `TrainTask` (`task.py`) parses `split_operators`, and `cli/sweep_file/sweep_model.py` checks the sizes and
-times of a sweep file. Messages and tables format bytes and seconds here.
+(`pool/runtime/settings.py`), with the modules that check options for `ExecutorSettings`, and `HydraExecutor`
+(`executor.py`) parse sizes and times among the options of a new executor. `TrainTask` (`task.py`) and
+`shard/operators/operator_splitting.py` parse `split_operators`, and `cli/sweep_file/sweep_model.py` and
+`cli/commands/` check the sizes and times of sweep files and of the command line. Messages and tables format bytes and
+seconds here. The module must not import torch or numpy, because `hydra_tune.simulate`, which imports the module, must
+not.
 """
 
 import math
@@ -70,7 +73,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_bytes_up(size: float) -> str:
-    """Round bytes up to a text that `parse_bytes` reads back as at least `size`: for "raise X to at least ..."."""
+    """Round whole bytes up to a text that `parse_bytes` reads back as at least `size`: for "raise X to at least ..."."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         # From ten units on, a tenth of a unit adds at most 1%.
         if size >= 10 * factor:

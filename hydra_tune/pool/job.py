@@ -4,13 +4,13 @@ A driver submits a task, holds the `Job`, and either waits for `Job.result` or r
 events from an `EventStream`. `Pool` (`pool.py`), `FusedPool` (`fusion/fused_pool.py`) and `IsolatedPoolClient`
 (`isolation/parent.py`) make a `Job` at each submission. Events come from `JobDispatcher` (`runtime/dispatcher.py`), with
 fusion from `fusion/live_group.py` and `fusion/job_table.py`, and from an isolated pool through `IsolatedPoolClient`.
-People import `Job`, `Result`, `EventStream` and the events from `hydra_tune`.
+Programs import `Job`, `Result`, `EventStream` and the events from `hydra_tune`.
 
 Drivers with an `EventStream` are `OptimizeDriver` (`integrations/hydra_tune_optuna/search/driver.py`), `LeasedTrialTable`
 (`integrations/hydra_tune_ray/node/trial_leases.py`) and the process of an isolated pool (`isolation/child.py`).
 
-Note: threads. Pools call `EventStream.put` on any thread, a driver's included, and for a report, or when a pool breaks
-down, under the pool's lock. So a replacement of `put` must not wait, and must not call the pool at a report.
+Note: threads. Pools call `EventStream.put` on any thread, a driver's included: for a report always, and when a pool breaks
+down perhaps, under the pool's lock. So a replacement of `put` must not wait, and must not call the pool at a report.
 
 Note: `Job.result` and `EventStream.get` leave the capture gate while they wait, so a trial's own code that waits for
 another pool does not stop captures.
@@ -149,7 +149,7 @@ class JobController(Protocol):
 
 
 class Job:
-    """A task in the pool, made by `HydraExecutor.submit`; all methods may be called from any thread."""
+    """A task in the pool, made by `HydraExecutor.submit`; a driver may call its methods from any thread."""
 
     def __init__(
         self, *, key: str, name: str, task: TrainTask, pool: JobController, events: "EventStream | None"
@@ -203,8 +203,8 @@ class Job:
     def pause(self) -> None:
         """Hold the job back until `unpause()`: no admission, and no further unit after the running unit.
 
-        The job's state stays in place, on the host and on devices without need for the room; the job's slot goes to
-        another job. No effect if the job is over.
+        The job's state stays in place: on the host, and on a device until other jobs need the room there. The job's slot
+        goes to another job. No effect if the job is over.
         """
         self._pool.pause(self, paused=True)
 
@@ -342,7 +342,7 @@ PoolEvent = Reported | Finished | Failed
 
 
 class EventStream:
-    """Ordered events of the jobs submitted with the stream; each such job waits at every report for an answer."""
+    """Ordered events of the jobs submitted with the stream; each such job waits at every report for an answer, if `waits`."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[PoolEvent] = queue.SimpleQueue()

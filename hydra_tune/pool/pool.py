@@ -3,8 +3,9 @@
 `ExecutorSettings.open_pool` (`pool/runtime/settings.py`) makes the `Pool` at the first use of an executor.
 `HydraExecutor` (`hydra_tune/executor.py`) submits jobs to the pool; with fusion, `GroupJobLauncher`
 (`pool/fusion/group_jobs.py`) submits carriers of jobs instead, and `FusedPool` (`pool/fusion/fused_pool.py`) passes requests
-of drivers on to the carriers. `Job` (`pool/job.py`) passes a driver's requests on. The pool must not decide which unit runs
-when: `hydra_tune.schedule` does.
+of drivers on to the carriers. `LiveGroup` (`pool/fusion/live_group.py`) asks the pool for host memory and for a carrier's
+turn, and `FusedJobTable` (`pool/fusion/job_table.py`) ends fused jobs through the pool. `Job` (`pool/job.py`) passes a
+driver's requests on. The pool must not decide which unit runs when: `hydra_tune.schedule` does.
 
 Note: threads. Each device has a worker, and the worker runs units (`pool/runtime/worker.py`) and has a thread that hands
 results over beside the next units. A preparer builds and captures models in sequence (`pool/runtime/preparer.py`). A
@@ -619,7 +620,7 @@ class Pool:
 
     @hold_interrupts()
     def jobs(self) -> list[Job]:
-        """Jobs that are not over, in the order of submission."""
+        """Jobs that are not over, in the order of submission; a job that began again counts as submitted then."""
         with self.changed:
             return [record.job for record in self._records.values()]
 
@@ -681,7 +682,10 @@ class Pool:
             )
 
     def shutdown(self) -> None:
-        """Cancel all live jobs, wait for the running units, end all threads; further calls have no effect."""
+        """Cancel all live jobs, wait for the running units, end all threads; further calls have no effect.
+
+        Threads that hang in a data loader are left behind.
+        """
         core = self._core
         self.refuse_own_code("shutdown")
         with hold_interrupts(), self.changed:

@@ -1,7 +1,10 @@
 """Statistics of the pool: work done and memory held by each device.
 
-`Pool.stats` (`pool/pool.py`) collects the statistics when a program calls `HydraExecutor.stats`, and whenever a display
-is drawn (`pool/views/live.py`, `cli/run/sweep_run.py`); `Worker.stats` (`pool/runtime/worker.py`) makes a device's part.
+`Pool.stats` (`pool/pool.py`) collects the statistics under the pool's lock when a program calls `HydraExecutor.stats`,
+and whenever a display is drawn (`pool/views/live.py`, `cli/run/sweep_run.py`); `Worker.stats`
+(`pool/runtime/worker.py`) makes a device's part, and `disk_stats` (`pool/devices/host_admission.py`) the disk's.
+`pool/devices/utilization.py` and `pool/views/eta.py` compare the statistics of two moments. The statistics must hold
+plain values only.
 """
 
 from dataclasses import dataclass, field

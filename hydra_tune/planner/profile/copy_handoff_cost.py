@@ -2,7 +2,8 @@
 
 Two Python threads take turns. The copying thread wakes up and waits for the interpreter lock, and the computing thread
 waits to get the lock back, while both compete for memory. For small copies, all this takes longer than copying. So
-`SubArrayProfiler` (`profiler.py`) measures a hand-over before the first profile on a device, and plans count the time.
+`SubArrayProfiler` (`profiler.py`) calls `hand_seconds` once for each device, under its lock and before the first profile
+on the device, and plans count the time. The module must not know graphs or plans.
 """
 
 import statistics
@@ -31,7 +32,7 @@ def hand_seconds(device: torch.device, now: Callable[[], float] = time.perf_coun
         handoff_seconds: list[float] = []
         for turn in range(_TURNS + 1):
             alone_seconds = _seconds(now, None, source, operand)
-            if turn:  # the first turn takes memory and starts the thread
+            if turn:  # the first turn does not count: memory is taken for the first time, and the thread is cold
                 # The difference leaves only the hand-overs, since both runs compute the same.
                 handoff_seconds.append((_seconds(now, copies, source, operand) - alone_seconds) / (2 * _COPIES))
             else:
@@ -42,7 +43,7 @@ def hand_seconds(device: torch.device, now: Callable[[], float] = time.perf_coun
 
 
 def _seconds(now: Callable[[], float], copies: ThreadCopyEngine | None, source: Tensor, other: Tensor) -> float:
-    """Seconds to make a map, compute, and use the map; with `copies`, the map is on the host meanwhile."""
+    """Seconds to make a map, compute, and use the map, `_COPIES` times; with `copies`, the map goes to the host and back."""
     begin = now()
     for _ in range(_COPIES):
         source.add_(1)

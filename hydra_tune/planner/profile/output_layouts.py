@@ -2,13 +2,13 @@
 
 On channels-last images, for instance, torch's `hardtanh_backward` keeps the strides when traced without bytes, and
 gives contiguous strides on a CPU. A plan reads bytes that come back from the host by their traced strides, and the
-operators behind are traced on the same strides. So a traced step runs on the device. Where a result lies
-otherwise, the storages of the step's nodes are found again with the device's layout, and the step runs once more. `StepPlanner`
-(`fusion/runtime/step_planner.py`) and `TaskProfileCache` (`fusion/runtime/task_profiles.py`) call `as_laid_out` right
-after tracing a step.
+operators behind are traced on the same strides. So a traced step runs on the device. Where a result lies otherwise, the
+storages of the step's nodes are found again with the device's layout, and the step runs again, until a run finds no
+other layout. `StepPlanner` (`fusion/runtime/step_planner.py`) and `TaskProfileCache`
+(`fusion/runtime/task_profiles.py`) call `as_laid_out` on each step that they have traced.
 
-Note: gate. `as_laid_out` takes `GATE` itself, shared to compute and alone to trace, so the caller must be outside. The module
-must not know plans.
+Note: gate. `as_laid_out` takes `GATE` (`shard/capture/capture_lock.py`) itself, shared to compute and alone to trace, so
+the caller must be outside. The caller borrows the device. The module must not know plans.
 """
 
 from dataclasses import replace
@@ -28,8 +28,8 @@ def as_laid_out(step: StepGraph, device: torch.device) -> StepGraph:
     """Return the step with the layouts that its results have on a device.
 
     Raises:
-        UnfusableError: an operator fails on made-up numbers or on the device's layout, or a layout differs from run to
-            run.
+        UnfusableError: an operator fails on made-up numbers or on the device's layout; a view's layout or a result's
+            size differs from the trace; or a layout differs from run to run.
     """
     layouts: dict[str, Layout] = {}
     while True:
@@ -39,8 +39,8 @@ def as_laid_out(step: StepGraph, device: torch.device) -> StepGraph:
             deviations = ProfilingInterpreter(step, maps, device, CpuClock()).otherwise_laid()
         if not deviations:
             return step
-        # A run stops before bytes of a wrongly traced layout are read, so later nodes show up only in the next round. A
-        # node that shows up again after its correction has no fixed layout.
+        # A run stops before a feature map of a wrongly traced layout goes to the host, so later nodes show up only in the
+        # next round. A node that shows up again after its correction has no fixed layout.
         if deviations.keys() <= layouts.keys():
             names = ", ".join(sorted({str(node.target) for node in step.ops if node.name in deviations}))
             raise UnfusableError(

@@ -2,14 +2,16 @@
 
 `StepPlanner` (`fusion/runtime/step_planner.py`) has each step profiled before the first plan of the step;
 `pool/dry_run/step_profiles.py` hands the profiler to `TaskProfileCache` (`fusion/runtime/task_profiles.py`) for
-`HydraExecutor.plan(profile=...)` and `hydra-tune plan --profile`. The callers borrow the device, share `GATE`
-(`shard/capture/capture_lock.py`) and compute with a single thread meanwhile: the profiler does none of these.
-`output_layouts.py` borrows `array_of` and `CpuClock`. The module must not know plans.
+`HydraExecutor.plan(profile=...)` and `hydra-tune plan --profile`. Both apply `over_link` where a device has a simulated
+link. The callers borrow the device, share `GATE` (`shard/capture/capture_lock.py`) and compute with a single thread
+meanwhile: the profiler does none of these. `output_layouts.py` uses `array_of`, `CpuClock` and an empty
+`GraphMeasurements`. The module must not know plans.
 
-The graph runs node by node on made-up numbers, with a single warm-up and three measured runs, of which medians are
-taken. Every feature map goes to the host after its last use in the forward, and comes back before its first use in the
-backward (stages 1 and 3). So a sub-array can be profiled whose feature maps do not fit the device together. On CUDA a
-node's time is the time of its kernels, which are launched behind a pause that is longer than the launches.
+The graph runs node by node on made-up numbers, with a single warm-up and three measured runs. Times are medians of the
+runs, and a node's workspace is the largest of the runs. Every feature map goes to the host after its last use in the
+forward, and comes back before its first use in the backward (stages 1 and 3). So a sub-array can be profiled whose
+feature maps do not fit the device together. On CUDA a node's time is the time of its kernels. The kernels are launched
+behind a pause of about 0.2 ms, so that launches within the pause do not count; views count no time.
 
 Differs: where the host computes, reading the clock takes as long as a small node, and a node right behind another finds
 more in the caches. So each run is followed by passes that time only whole stretches between copies, and the nodes'
@@ -57,7 +59,8 @@ class CpuClock:
     """Time of the host.
 
     Args:
-        now: returns seconds; the calling thread's CPU time would leave out the work of other threads of the process.
+        now: returns seconds; the calling thread's CPU time, which `clock_of` (`fusion/runtime/step_planner.py`) gives,
+            leaves out the work of other threads.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -133,7 +136,7 @@ class GraphMeasurements:
         out_seconds: of each feature map's copy to the host.
         in_seconds: of each feature map's copy back.
         hand_seconds: of the computing thread, for each copy that another thread makes.
-        pace_seconds: of `CpuPaceMeter` during the profile; 0 where the host does not time the nodes.
+        pace_seconds: of `CpuPaceMeter` at the pace to which `seconds` refer; 0 where the host does not time the nodes.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -159,9 +162,9 @@ class GraphMeasurements:
 
 
 class SubArrayProfiler:
-    """Measures each graph once for each device, and reports operators' seconds at the pace of the device's first graph.
+    """Measures graphs on devices, and reports operators' seconds at the pace of the device's first graph.
 
-    The profiles that were asked for last are kept; a graph with a dropped profile is measured again.
+    The `_MAX_KEPT` profiles that were asked for last are kept; a graph with a dropped profile is measured again.
 
     Args:
         clock: device -> clock; None: chosen by the kind of the device.
@@ -316,7 +319,7 @@ def _nothing() -> None:
 
 
 def _returning(step: StepGraph) -> frozenset[str]:
-    """Storages that the backward neither overwrites nor puts into tuples, so that their views can be made anew."""
+    """Storages of the forward that the backward neither overwrites nor puts into tuples: their views can be made anew."""
     facts = step.seen
     backward = step.ops[step.num_forward :]
     written_storages = {storage for node in backward for storage in facts.writes[node.name]}

@@ -1,7 +1,8 @@
 """Run of a step's graph, node by node, for its profile (Algorithm A).
 
-Feature maps are on the host between the forward and the backward, so a step can be profiled whose maps do not fit the
-device together.
+Each feature map goes to the host after its last use in the forward, and comes back before its first use in the backward,
+so a step can be profiled whose maps do not fit the device together. A map in the result of a node with several tensors
+is copied both ways, and stays on the device as well.
 
 `profiler.py` runs a graph several times here, and reads the seconds of nodes and copies from a `ProfilingClock`;
 `output_layouts.py` looks at the layouts of results. The module must not know plans or budgets: every feature map makes
@@ -12,7 +13,8 @@ from states that belong to no trial; on a GPU, each draw sets the GPU's default 
 trials (`CudaGenerator.in_turn`).
 
 Note: locks. The module takes only the lock of `in_turn`. The callers of `profiler.py` borrow the device, share `GATE`
-(`shard/capture/capture_lock.py`) and compute with a single thread while a graph is profiled.
+(`shard/capture/capture_lock.py`) and compute with a single thread while a graph is profiled; `output_layouts.py` shares
+`GATE` itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -105,8 +107,8 @@ class ProfilingInterpreter:
         """Run the graph node by node, and raise the bytes of `workspace` where a node needs more.
 
         Raises:
-            UnfusableError: an operator fails on made-up numbers, or a result lies in memory otherwise than the step
-                says.
+            UnfusableError: an operator fails on made-up numbers, or a result lies in memory otherwise, or has another
+                size, than the step says.
         """
         self._begin()
         sizes, makes = self._step.seen.sizes, self._step.seen.makes
@@ -133,7 +135,8 @@ class ProfilingInterpreter:
         strides.
 
         Raises:
-            UnfusableError: an operator fails on made-up numbers, or a view lies otherwise than traced.
+            UnfusableError: an operator fails on made-up numbers, a view lies otherwise than traced before any other
+                result does, or a feature map has another size than traced.
         """
         self._begin()
         deviations: dict[str, Layout] = {}
@@ -305,7 +308,7 @@ def _generators(step: StepGraph, device: torch.device, count: int) -> GroupGener
 def made_up(like: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of some geometry with small numbers that hardly any operator rejects.
 
-    Integers are 0, a valid row of every table.
+    Numbers other than floating-point numbers are 0: an integer 0 is a valid row of every table.
     """
     tensor = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
     if not like.is_floating_point():

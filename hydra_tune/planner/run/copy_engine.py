@@ -5,9 +5,9 @@ copy and each wait of a merged graph. `step_timer.py` adds `waited_seconds` to a
 `planner/profile/copy_handoff_cost.py` times a `ThreadCopyEngine`. The module must not decide what is copied.
 
 Note: threads. The thread that runs the graphs calls the engine; `close` may come from another thread.
-`ThreadCopyEngine` copies in a thread of its own, which `close` ends; errors of that thread are raised where the copy is
-waited for. Each storage has a single host buffer, so a storage must have come back before its next copy to the host
-begins.
+`ThreadCopyEngine` copies in a thread of its own, which `close` ends; an error of that thread is raised where the failed
+copy is waited for. Each storage has a single host buffer, so a storage must have come back before its next copy to the
+host begins. Engines take no lock, except to make the two copy streams of a GPU, which all engines of the GPU share.
 
 Note: stream order. Device memory is taken and given back in the order of the compute stream alone. So a copy to the host
 waits, by an event, for the computation queued before. The source's memory is given back behind the copy's end on the
@@ -39,7 +39,7 @@ class CopyEngine(Protocol):
     """Copies that an interpreter starts in the background.
 
     Attributes:
-        waited_seconds: seconds that the host has waited for copies; 0 on a GPU.
+        waited_seconds: seconds that the host has waited in `release` and `arrived`; 0 on a GPU.
     """
 
     waited_seconds: float
@@ -48,7 +48,7 @@ class CopyEngine(Protocol):
         """Begin the copy of a value's storage to the host; return a handle."""
 
     def offload_at_once(self, value: Tensor, storage: str) -> Any:
-        """Copy as `offload`, where the copy takes less time than the hand-over."""
+        """Copy as `offload`, where copying takes no longer than handing over."""
 
     def release(self, handle: Any) -> Tensor:
         """Wait for a copy to the host, let go of the device memory, and return the host copy; on a GPU the stream waits."""
@@ -57,7 +57,7 @@ class CopyEngine(Protocol):
         """Begin the copy back to the device; return a handle."""
 
     def prefetch_at_once(self, copy: Tensor) -> Any:
-        """Copy as `prefetch`, where the copy takes less time than the hand-over."""
+        """Copy as `prefetch`, where copying takes no longer than handing over."""
 
     def arrived(self, handle: Any) -> Tensor:
         """Wait for a copy back, as `release` waits, and return the bytes."""

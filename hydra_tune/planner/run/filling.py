@@ -1,7 +1,7 @@
-"""Arguments of nodes as places in a list of values: quick to fill in, and alike in all code that runs graphs.
+"""Arguments of nodes as places in a list of values: quick to fill in, and alike in both interpreters of the planner.
 
-`interpreter.py` locates the arguments of a merged graph once and fills in the values at each run;
-`planner/profile/profiling_interpreter.py` does so for profiles.
+`interpreter.py` locates the arguments of each node once, and fills in the values each time the node runs;
+`planner/profile/profiling_interpreter.py` does so for profiles. The module must not know operators or devices.
 """
 
 from collections.abc import Mapping

@@ -4,8 +4,8 @@
 segment, on the thread of a device's worker. The module must not decide anything: all decisions are nodes of the graph.
 
 Differs: the algorithm reads attributes of nodes (`to_prefetch`, `to_recompute`, `to_delete`, `to_ofload`). Here the
-attributes are nodes of the graph, so the interpreter only maps nodes to actions. The memory of an offloaded storage is
-given back where the copy has ended.
+attributes are nodes of the graph, so the interpreter maps nodes to actions, and frees values. The memory of an offloaded
+storage is given back at the node that waits for the copy.
 
 Note: names. The side of a draw is read off its node's name, which begins with the prefix `a0_` or `a1_` of
 `planner/passes/graph_rewrite.py`.

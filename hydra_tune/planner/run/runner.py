@@ -5,12 +5,13 @@ last backward of the sub-array that has had its forward ends the run. When a sub
 partner goes on alone, forward and backward one after the other, with the partner's own swaps and recomputations.
 
 `DeviceStepRunner` (`fusion/runtime/planned_executor.py`) makes a runner when a planned step first runs on a device, and
-closes the runner when a unit comes to another device, or when the steps end. Training calls `segment` for each merged
-graph, in the order that `fusion/runtime/planned_unit.py` and `fusion/runtime/paired_unit.py` choose; only tests and
-benchmarks call `run`.
+closes the runner when a unit comes to another device, when another way of running the step wins, or when the steps end.
+Training calls `segment` for each merged graph, in the order that `fusion/runtime/planned_unit.py` and
+`fusion/runtime/paired_unit.py` choose; only tests and benchmarks call `run`. The module must not decide what is swapped
+or recomputed. A runner takes no lock, because only the thread of the running unit calls `segment`.
 
-Note: ownership. The values that a forward leaves for its backward belong to the runner, and only until the next
-segment. A segment that fails drops them, so its forward has to run again before the backward can.
+Note: ownership. The values that a forward leaves for its backward belong to the runner, and only until the next segment.
+A segment that fails drops these values, so a forward has to run again before a backward can.
 """
 
 from collections.abc import Callable, Mapping, Sequence

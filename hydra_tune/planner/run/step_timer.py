@@ -1,7 +1,9 @@
-"""Time of a planned step's graphs where they run: the computing thread's time on a CPU, events on a GPU.
+"""Time of a planned step's graphs: on a CPU, the computing thread's CPU time and waits for copies; on a GPU, events.
 
-`MergedGraphRunner` (`runner.py`) times each graph with the stopwatch of its device; after each unit `StepPlanAutotuner`
-(`fusion/runtime/plan_autotuner.py`) takes the seconds, to compare plans.
+`MergedGraphRunner` (`runner.py`) times each graph with the stopwatch of its device. `fusion/runtime/planned_unit.py` and
+`fusion/runtime/paired_unit.py` read the seconds after each unit, through `DeviceStepRunner`
+(`fusion/runtime/planned_executor.py`), for `StepPlanAutotuner` (`fusion/runtime/plan_autotuner.py`) to compare plans. A
+stopwatch has no lock: the thread that runs the graphs starts and stops the stopwatch.
 """
 
 import time

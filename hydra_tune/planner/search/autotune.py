@@ -16,7 +16,7 @@ from hydra_tune.planner.ir.step_profile import OperatorProfile, SubArrayProfile
 from hydra_tune.planner.search.portfolio import PortfolioPlan, SubArrayPlan
 
 TOLERANCE = 0.2
-"""Relative difference between predicted and measured time above which plans are made again; the paper has no such limit."""
+"""Difference of a measured from the predicted time, over the predicted, above which plans are made again; not in the paper."""
 
 _EPSILON = 1e-12
 
@@ -24,7 +24,8 @@ _EPSILON = 1e-12
 def operator_ratio(part: SubArrayPlan, seconds: float) -> float:
     """Return the time of the operators of a part, measured over predicted, from the measured `seconds` of a step.
 
-    The predicted waits for copies are taken off both times: a single measurement cannot tell them from the operators.
+    The predicted stalls (waits for copies, hand-overs and small copies) are taken off both times, because a single
+    measurement cannot tell stalls from operators.
     """
     stall = part.times.stall
     return max(seconds - stall, 0.0) / max(part.times.seconds - stall, _EPSILON)

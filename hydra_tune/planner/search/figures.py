@@ -4,8 +4,9 @@ Figure 3: how long feature maps lie idle, the memory over a step, and the peak a
 Figure 9: the seconds that each way of the portfolio computes, recomputes, waits and hides, and its memory.
 
 `pool/dry_run/step_profiles.py` computes the figures for `HydraExecutor.plan(profile=...)` and `hydra-tune plan
---profile`, once for each kind and number of trials, and `cli/dry_run/plan_figures.py` prints the figures. Nothing in
-training reads them.
+--profile`, once for each kind and number of trials. `pool/dry_run/fusion_report.py` puts the figures into its report,
+and `cli/dry_run/plan_figures.py` prints the figures. Nothing in training reads the figures. The module must not know
+groups or devices: steps are counts and profiles here.
 """
 
 from collections.abc import Callable
@@ -135,7 +136,7 @@ class StepFigures:
         static_bytes: of a single trial's parameters, buffers, optimizer state and batch.
         maps: the feature maps of a single trial, the longest idle first.
         curve: a step of a single trial.
-        peaks: by the number of trials.
+        peaks: by the number of trials; above `_ALL_SIZES` trials only of powers of two, and of all trials.
         systems: the fastest that fits first, systems that do not fit last.
     """
 

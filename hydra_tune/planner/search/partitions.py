@@ -3,7 +3,7 @@
 Source: §3.2 of the paper, step 1. Differs: the paper lists four partitions of eight trials, with an even number of
 sub-arrays, in pairs of the closest iteration times. Here a sub-array may also run by itself, so the number may be odd,
 and any two sub-arrays may be a pair: the time of its plan decides. Planning all parts takes too long, so the search
-plans only parts that may belong to the fastest partition.
+names only parts that may belong to the fastest partition.
 
 `Planner.portfolio` (`portfolio.py`) searches for `figures.py`, and `compared` (`fusion/runtime/planned_group_size.py`)
 searches before the pool forms a group. The search must not plan: its caller plans each part, and reports the seconds or

@@ -1,4 +1,4 @@
-"""Portfolio: several plans for a device's trials within its memory; the planner takes the fastest plan that fits.
+"""Portfolio: several plans for a device's trials within its memory; the best plan is the fastest that fits.
 
 The paper has a single way, a greedy choice over all partitions (§3.2, step 5). The greedy choice is fragile: times of a
 few microseconds flip the result, and the choice can miss a limit that a simpler plan meets. So the greedy choice is one
@@ -16,7 +16,9 @@ Sub-arrays that do not run are not on the device: their static tensors are spill
 the time to spill and load static tensors.
 
 `StepPlanner` (`fusion/runtime/step_planner.py`) plans the ways of a group, or of two groups in turn, before their
-planned steps run, and once more after a measured step has corrected the profiles. `figures.py` plans a whole portfolio.
+planned steps run, and once more where a measured step has corrected the profiles; a `StepPlanner` plans no partitions
+here. Only `figures.py` and benchmarks plan a whole portfolio. `autotune.py` reads a `PortfolioPlan` for the key of its
+decisions.
 
 Note: a `Planner` has no lock, and belongs to the thread that made the `Planner`. The module must not know groups or devices:
 steps are counts and profiles here.
@@ -55,7 +57,8 @@ class SubArrayPlan:
     Attributes:
         sizes: number of trials in each sub-array.
         times: of a step of all the sub-arrays.
-        peak_bytes: most memory that the sub-arrays need.
+        peak_bytes: most memory that the segments in turn need; the first forward and the last backward of a pair, which
+            run alone, are not counted.
     """
 
     sizes: tuple[int, ...]
@@ -71,7 +74,7 @@ class PortfolioPlan:
 
     Attributes:
         parts: run one after the other in each step of all trials.
-        limit_bytes: the limit that the plan was made for.
+        limit_bytes: the limit that `fits` compares the peak with; in a portfolio, the device's without `MARGIN`.
     """
 
     name: str
@@ -85,7 +88,7 @@ class PortfolioPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Most memory that the plan needs."""
+        """The largest peak of the parts."""
         return max(part.peak_bytes for part in self.parts)
 
     @property
@@ -136,7 +139,7 @@ def limit_for(peak_bytes: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Planner:
-    """Plans the trials of a device.
+    """Plans the trials of a device, and keeps profiles and parts for the next call of the same planner.
 
     Attributes:
         array: number of trials -> profiled sub-array; called once for each number.

@@ -34,7 +34,7 @@ class SpeedTournament(Generic[Key]):
         race.best, race.seconds
 
     Args:
-        candidates: in the order of their turns; all different.
+        candidates: in the order of their steps within a turn; all different.
         leaves_at: a candidate leaves above so many times the seconds of the fastest.
 
     Raises:

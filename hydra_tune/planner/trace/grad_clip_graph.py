@@ -6,6 +6,9 @@ copy that the parameter's update makes (`optimizer_graph.py`), so all gradients 
 clipped or not, by `emitted`.
 
 Note: bits. Norms are joined in the order of the module's parameters, because the norm of the norms rounds by its order.
+Factors are computed in float64, and then rounded to the dtype of each parameter.
+
+Note: gate. The emitter traces, so the caller holds `GATE` (`shard/capture/capture_lock.py`) alone.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,12 @@
 """The update of a stacked parameter as a graph: the arithmetic of `batched/update_kernels.py`, with rates as arguments.
 
-Rates change from step to step, and some depend on the step number. They are numbers on the host, which the arithmetic
+Rates change from step to step, and some depend on the step number. Rates are numbers on the host, which the arithmetic
 derives from the members' options. To ask for the rates of a step, this module runs the arithmetic without tensors, once
 for each parameter group. An option that counts as steady (`batched/hyperparameters.py`: no learning rate, and nothing
-where a scheduler cycles the momentum) becomes a constant of the graph if all members began with the same value. The
-unplanned step also computes with a number then, and numbers may round differently from tensors. The unplanned step
-reads the number at each step, but the graph keeps the number of the trace. So `UpdateTracer.rates` refuses a step for
-which a scheduler of the user's own has changed such a number.
+where a scheduler cycles the momentum) becomes a constant of the graph if all members began with the same value, and
+still share a value. The unplanned step also computes with a number then, and numbers may round differently from tensors.
+The unplanned step reads the number at each step, but the graph keeps the number of the trace. So `UpdateTracer.rates`
+refuses a step for which such a number has changed: by a scheduler of the user's own, or because a member has joined.
 
 `stack_of` (`fusion/runtime/step_planner.py`), `stack_now` (`fusion/runtime/step_arguments.py`) and `TaskProfileCache`
 (`fusion/runtime/task_profiles.py`) make the tracers: before a group runs, for a running group, and for
@@ -140,7 +140,7 @@ class _FirstParameterUpdate(StackedParameterUpdate):
 
 @dataclass(frozen=True, slots=True)
 class TracedUpdate:
-    """Update of a single parameter.
+    """Traced update of a parameter, which parameters of equal geometry in the same group share.
 
     Attributes:
         module: takes the parameter, its gradient, the clipping factors if the gradient is clipped, the state and the

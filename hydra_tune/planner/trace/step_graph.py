@@ -10,7 +10,9 @@ Differs: the paper has two graphs per sub-array. Here a single graph stores wher
 `planner/passes/graph_rewrite.py` merges the halves of two graphs.
 
 `StepPlanner` (`fusion/runtime/step_planner.py`) traces a group's step before the first plan of the step, and
-`fusion/runtime/task_profiles.py` traces steps for `HydraExecutor.plan(profile=...)`.
+`fusion/runtime/task_profiles.py` traces steps for `HydraExecutor.plan(profile=...)`. `planner/profile/` runs the graph,
+`planner/passes/graph_rewrite.py` merges graphs, and `StepStateBinding` (`fusion/runtime/step_arguments.py`) finds the
+tensors for the arguments. The module must not know memory limits or plans.
 
 Note: gate. Tracing changes the state of the whole process, so callers of `step_graph` hold `GATE`
 (`shard/capture/capture_lock.py`) alone.
@@ -72,7 +74,7 @@ class StepGraph:
         moments: (parameter, name of an optimizer-state tensor) -> argument.
         rates: argument -> the rate that the argument carries.
         limits: argument with the norm to which each member's gradients are clipped, (members,) in float64, infinite for
-            a member that does not clip; None when no member clips.
+            a member that does not clip; None when no member clips, and when nothing is updated.
         seen: storages that the nodes make, read and overwrite.
     """
 
@@ -118,7 +120,7 @@ def step_graph(
         tracer: traces the members' updates.
         groups: parameter -> index of its parameter group, keys in the module's order.
         place: the device to trace for, wherever the operands lie now; None: the device of the operands.
-        is_clipped: whether each member's gradients are clipped by their common norm.
+        is_clipped: whether any member's gradients are clipped by their common norm.
 
     Raises:
         UnfusableError: the step has an operator that cannot be planned, or tensors on several devices; the message

@@ -4,7 +4,7 @@
 `integrations/hydra_tune_optuna/search/resume_study.py`, and checks the path when a job is submitted with `resume_from`
 or `warm_start`. The caller waits for pending writes first (`PoolCheckpointWriter.flush`); the functions here do not. For an
 isolated pool, the program checks the path without waiting. `remove_or_log` runs on the writer's thread, behind the pending
-writes of the trial.
+writes of the trial. The module must not write checkpoints or know the format.
 """
 
 import logging
@@ -32,7 +32,7 @@ class CheckpointSummary:
         history: metrics of the trial's reports so far, as of `Result.history`.
         epoch: the trial's epoch, from 0.
         steps: optimizer steps done.
-        is_in_use: whether the trial is running, in this process or another.
+        is_in_use: whether a trial of this process or another holds the folder.
     """
 
     path: Path

@@ -1,11 +1,11 @@
-"""Suspension of jobs for a later session: each begun job is saved after its present step, if possible, and then cancelled.
+"""Suspension of jobs for a later session: each begun job is saved between two steps, if possible, and then cancelled.
 
 `HydraExecutor.suspend` (`executor.py`) suspends jobs here when a driver asks, and when Ctrl-C or SIGTERM ends `run` or
 the executor's `with` block. With an isolated pool, `isolation/child.py` calls `HydraExecutor.suspend` in the pool's process.
 
 Note: hanging jobs. A job that hangs, in its data or its model, must not keep other jobs from being saved. So all jobs
-are asked first. A job that has answered is cancelled at the next look, and leaves its device to the rest. The caller's
-thread waits here, and must not hold the pool's lock. The module must not know the format of checkpoints.
+are asked first. A job that is saved, or cannot be saved, is cancelled at the next look, and leaves its device to the rest.
+The caller's thread waits here, and must not hold the pool's lock. The module must not know the format of checkpoints.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class JobSaver(Protocol):
         """Serve a pending request now, if the job stands between two steps.
 
         Raises:
-            CheckpointError: the job is paused within a step.
+            CheckpointError: the job is paused within a step, or waits at a report where the job cannot be saved.
         """
 
 

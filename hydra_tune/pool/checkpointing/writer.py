@@ -1,9 +1,12 @@
 """Checkpoints beside training: when a trial is saved, where to, and the writer thread.
 
-`pool/pool.py` and `pool/fusion/fused_pool.py` make a `TrialCheckpointer` for each job of a driver, as the trial's keeper;
-`train/trial.py` and `train/own_loop/loop_trial.py` call the keeper between two steps of the trial. A driver's thread, the
-`timer` thread (`pool/fusion/job_table.py`) or the thread that advances a group calls `answer` while the trial stands
-between two steps.
+`ExecutorSettings` (`pool/runtime/settings.py`) makes the `PoolCheckpointWriter` of a pool. `pool/pool.py` and
+`pool/fusion/fused_pool.py` make a `TrialCheckpointer` for each job of a driver, as the trial's keeper; `train/trial.py`
+and `train/own_loop/loop_trial.py` call the keeper between two steps of the trial. A driver's thread, the `timer` thread
+(`pool/fusion/job_table.py`) or the thread that advances a group calls `answer` while the trial stands between two steps.
+`FaultRecovery` (`pool/faults/retry.py`) and `HydraExecutor` (`executor.py`) call `flush` before they read checkpoints.
+`cli/run/sweep_run.py` checks the folder of a sweep by `check_checkpoint_dir`. The module must not know the format:
+`hydra_tune.checkpoint` does.
 
 Note: waiting. Between two steps, the thread that runs a trial copies the trial's state to a host buffer. Training goes
 on, and the writer thread writes the buffer to disk. A pool has a single buffer, so checkpoints take host memory for a
@@ -12,8 +15,8 @@ Only explicitly requested checkpoints and a trial's last state wait for the buff
 buffer, the trial waits, and its state is written in place.
 
 Note: failures. A checkpoint that cannot be written is logged, earlier checkpoints stay whole, and training goes on. In
-a pool with a folder for checkpoints, a trial with an object that no checkpoint can hold fails after the first step; the
-error names the object.
+a pool with a folder for checkpoints, a trial with an object that no checkpoint can hold fails at the first step behind
+which the trial may be saved; the error names the object.
 
 Note: the slot. The slot's holder alone touches the buffer. Each way out of a save gives the room, if any, and then the
 slot back, or the next save waits for ever. A folder is released (`leave`) only behind the trial's last write.
@@ -49,7 +52,7 @@ from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 
 _LOGGER = logging.getLogger("hydra_tune.checkpoints")
 _LOOK_SECONDS = 0.1  # between checks whether the writer thread has ended
-_ROOM_SHARE = 0.5  # largest part of the free host memory that a copy may take
+_ROOM_SHARE = 0.5  # largest part of the free host memory that a copy may take where there is no ledger
 
 
 def check_checkpoint_dir(path: object) -> Path:
@@ -207,7 +210,7 @@ class PoolCheckpointWriter:
         self._jobs.put(job)
 
     def flush(self, patience_seconds: float = math.inf) -> None:
-        """Wait for the end of all earlier work on the writer thread, but no longer than given."""
+        """Wait for the end of all earlier work on the writer thread, about as long as given; on that thread, do nothing."""
         thread = self._thread
         if thread is not None and threading.current_thread() is not thread:
             flushed, deadline = threading.Event(), time.monotonic() + patience_seconds
@@ -240,7 +243,7 @@ class TrialCheckpointer:
         path: the folder for the trial's checkpoints; None: no checkpoints.
 
     Attributes:
-        has_any: whether a checkpoint of the trial exists or is being written.
+        has_any: whether the trial has been copied for a checkpoint, or continues from a checkpoint in its own folder.
     """
 
     def __init__(

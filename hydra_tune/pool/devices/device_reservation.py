@@ -5,8 +5,8 @@ turn (`DeviceUseLock`) for a unit. `StepPlanner` (`fusion/runtime/step_planner.p
 a step, on whichever thread makes the plan, `GroupJobLauncher` (`pool/fusion/group_jobs.py`) borrows a GPU to time a
 group without a plan, and `StepProfileCache` (`pool/dry_run/step_profiles.py`) to profile a step for a forecast. Without
 exclusive use, the profile's memory would be missing from the ledger, kernels of unit and profile would alternate, the
-allocator's peak would include both, and either could run out of memory. CPU devices are
-not borrowed: a profile there reads the thread's own CPU time, and uses host memory.
+allocator's peak would include both, and either could run out of memory. CPU devices are not borrowed: a profile there
+reads the thread's own CPU time, and uses host memory. The module must not choose units or advance a trial.
 
 Note: lock order. First the turn on a device, then a unit's memory lease, then the turn with a GPU's generator, then the
 capture gate. A borrower takes the first, the third and, if necessary, the fourth. A borrower must not hold the pool's lock.

@@ -17,7 +17,7 @@ from hydra_tune.quantities import format_bytes, format_bytes_up
 def has_room(record: JobState, others: Iterable[JobState], host_bytes: int, host: HostTier | None) -> bool:
     """Grant a job its host memory if there is room beside the other jobs. Under the pool's lock.
 
-    A granted job's record gets `host_bytes` and `shared`. False: there may be room once some of the other jobs have ended.
+    A granted job's record gets `host_bytes` and `shared`. False: there may be room once other jobs have given memory back.
 
     Raises:
         BudgetError: the job would not fit even alone, or host memory cannot hold the part that must not go to disk.

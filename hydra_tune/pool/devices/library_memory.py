@@ -1,10 +1,11 @@
 """Corrects a GPU's ledger by the memory that GPU libraries really take.
 
 The budget is chosen before any unit has run, with an estimate for the libraries. `Worker` (`pool/runtime/worker.py`)
-measures the first unit of each kind and shard of each trial, since each such unit may be the first to use a kernel. On
-CPU devices, and where several devices share a GPU, nothing is measured. If the libraries take more than estimated, the
-device holds fewer blocks. Plans stay as they are, and a unit that needs the whole budget for itself may still have it.
-If the libraries take less, the rest is room for other trials' state.
+measures the first complete unit of each kind and shard of each job, on the worker's thread and without the pool's lock,
+since each such unit may be the first to use a kernel. On CPU devices, and where several devices share a GPU, nothing is
+measured. If the libraries take more than estimated, the device holds fewer blocks. Plans stay as they are, and a unit
+that needs the whole budget for itself may still have the budget. If the libraries take less, the rest is room for other
+trials' state. The module must not choose units or advance a trial.
 """
 
 import logging

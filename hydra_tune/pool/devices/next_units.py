@@ -1,12 +1,12 @@
 """Prediction of a device's next unit and of the blocks that the unit needs, asked when a unit begins to compute.
 
-The prediction uses the pool's own scheduler and events, and questions are answered under the pool's lock. While
+The prediction uses the pool's own scheduler and events, and the next unit is predicted under the pool's lock. While
 everything fits and no block comes over a link from another device, no worker asks, and a decision costs only the note
-of the jobs concerned. `Worker` (`pool/runtime/worker.py`) passes the question to a `BlockPrefetcher`, which asks as the
-unit's compute begins; a rehearsal (`pool/dry_run/executor.py`) does likewise. `JobDispatcher`
-(`pool/runtime/dispatcher.py`) notes each decision here. `JobState` (`pool/runtime/job_state.py`) and `JobPreparer`
-(`pool/runtime/preparer.py`) convert units by `unit_of`. A wrong prediction costs a copy, and changes no number of a
-trial.
+of the jobs concerned. `Worker` (`pool/runtime/worker.py`) passes the question to a `BlockPrefetcher`
+(`memory/prefetch.py`), which asks as the unit's compute begins; a rehearsal (`pool/dry_run/executor.py`) does likewise.
+`JobDispatcher` (`pool/runtime/dispatcher.py`) makes the `NextUnitPredictor` and notes each decision here. `JobState`
+(`pool/runtime/job_state.py`) and `JobPreparer` (`pool/runtime/preparer.py`) convert units by `unit_of`. A wrong
+prediction costs a copy, and changes no number of a trial. The module must not choose units or advance a trial.
 """
 
 import threading

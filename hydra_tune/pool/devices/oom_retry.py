@@ -5,7 +5,9 @@ memory in one piece. `Worker` (`pool/runtime/worker.py`) runs every unit through
 shortage, evicts the blocks that find room elsewhere, returns the allocator's cache to the system, and repeats the unit
 where a repeat is bitwise equal (`train/loop/unit_rollback.py`). After a successful repeat, or where no repeat is
 possible, the device's ledger is lowered. If the repeat fails or is impossible, the unit's trial fails with an error
-that names the trial. Other trials lose only their residency on the device.
+that names the trial. Other trials lose only their residency on the device. The handler runs on the worker's thread,
+without the pool's lock, because evicting takes the locks of blocks. The module must not choose units or advance a
+trial.
 
 Note: before the repeat, nothing may keep the first run's tensors alive: the error's frames are cleared, and the repeat
 runs outside the `except` block.

@@ -1,9 +1,9 @@
 """Rehearsal of the steps of several trials on several devices: places and moves of all blocks, without training.
 
 Scheduler, pagers, prefetch and steps are the same code as in a run. The devices copy nothing. On a virtual clock, units
-and copies take their measured times (`train/timing/step_timing.py`), so a unit waits for the same copies as in a run.
-Without measured times, a unit takes its pilot's estimate, and a copy beside a unit ends with the unit. `report.py` runs
-a `PoolRehearsal`, or two of different lengths, once the plans of all forecast tasks are made.
+and copies take their measured times (`train/timing/step_timing.py`), so a unit waits for copies as in a run. Without
+measured times, a unit takes its pilot's estimate, and a copy beside a unit ends with the unit. `report.py` runs a
+`PoolRehearsal`, or two of different lengths, once the plans of all forecast tasks are made.
 
 Note: `_tell` and `_shard_moves` repeat the order of `JobDispatcher` (`pool/runtime/dispatcher.py`), and `_RehearsedTrial`
 repeats parts of `JobState` (`pool/runtime/job_state.py`), so a change there needs the same change here. One thread runs

@@ -1,8 +1,9 @@
 """Forecast of fusion before training: which tasks can form a group, and the gain in time per step.
 
 `Pool` (`pool/pool.py`) keeps one `FusionForecaster`; `report.py` asks about each task as soon as the task's plan is made,
-and `cli/dry_run/plan_table.py` prints the forecasts for `hydra-tune plan`. A forecast must never fail a plan: errors
-become the reasons of the forecast.
+on the thread of the forecast. `cli/dry_run/plan_table.py` and `cli/dry_run/plan_figures.py` print the forecasts for
+`hydra-tune plan`. A forecast must never fail a plan: errors become the reasons of the forecast. The module must not touch
+a running job. A `FusionForecaster` has no lock.
 """
 
 import logging

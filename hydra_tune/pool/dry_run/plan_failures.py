@@ -1,7 +1,7 @@
 """Errors of tasks that cannot be planned; each error names its task, so that other tasks can still be planned.
 
 `report.py` takes an error from here when a task's plan fails; `executor.py` raises `RehearsalError` when a rehearsal
-fails.
+fails, and `report.py` then plans and rehearses the other tasks again.
 """
 
 from hydra_tune.errors import ConfigError, HydraTuneError, TaskError

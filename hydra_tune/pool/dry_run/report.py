@@ -4,7 +4,9 @@ Each task's model is built, captured and cut as in the pool. Where model and ste
 checked, and on CPU devices some steps are timed (`train/timing/step_timing.py`). Then the scheduler and the pagers of a
 run rehearse some steps on tensors without bytes (`train/timing/fake_trial.py`), and the forecast counts the bytes moved
 and taken. `Pool.plan` (`pool/pool.py`) makes the forecast when a program calls `HydraExecutor.plan`;
-`cli/dry_run/planning.py` asks for a forecast of each configuration of `hydra-tune plan`.
+`cli/dry_run/planning.py` asks for a forecast of each configuration of `hydra-tune plan`, and
+`cli/dry_run/plan_table.py` and `cli/dry_run/plan_figures.py` print the `PoolForecast`. The module must not touch a
+running job.
 
 Note: a forecast runs on one thread of its own with one intra-op thread, like a worker's, and must leave the caller's
 torch settings and the state of the tasks' Python as found (`Pool.plan`).
@@ -215,7 +217,8 @@ def forecast(
     remaining, failed = dict(tasks), dict[str, HydraTuneError]()
     # On a thread with a single intra-op thread, like a worker's: other numbers of threads change times and last bits.
     with SingleThreadExecutor("hydra-plan", partial(torch.set_num_threads, 1)) as thread:
-        # A task that fails changes the traffic of all others, so the remaining tasks are planned and rehearsed again.
+        # A task whose rehearsal fails has taken part in the traffic of all others, so the remaining tasks are planned and
+        # rehearsed again. A task whose plan fails takes no part.
         while remaining:
             builder = _ForecastBuilder(library, architectures, known, fusion_of, devices, sends_ahead=sends_ahead)
             failing = thread.submit(partial(builder.cast, remaining)).result()

@@ -83,7 +83,7 @@ def _planned_trial(
 
 
 def _units(plan: ShardPlan, times: UnitTimes, parts: int, together: int) -> Iterator[dict[str, Any]]:
-    """Yield F0 .. F(K-2), B(K-1) .. B0, each `together` times, for all parts; a last B includes its shard's update.
+    """Yield F0 .. F(K-2), B(K-1) .. B0, each `together` times, for all parts; the last part's B includes the shard's update.
 
     A shard without a backward has no B.
     """

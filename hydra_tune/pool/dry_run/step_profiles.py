@@ -28,7 +28,7 @@ from hydra_tune.task import TrainTask
 
 
 class StepProfileCache:
-    """Makes and caches the profiles of a pool; called on the thread of a forecast, which has a single intra-op thread.
+    """Makes and caches the profiles of a pool, without a lock, on the thread of a forecast with a single intra-op thread.
 
     Args:
         alone_on: returns a context in which no unit runs on a device, unless the device is the host.

@@ -1,7 +1,9 @@
 """`LoaderWatchdog`: keeps a hanging data loader from blocking other trials.
 
 `Pool` (`pool/pool.py`) runs a `LoaderWatchdog` on a thread of its own, from the pool's start to the shutdown, and
-`ExecutorSettings` (`pool/runtime/settings.py`) checks the times. `FusedPool` (`pool/fusion/fused_pool.py`) sets `members`.
+`ExecutorSettings` (`pool/runtime/settings.py`) checks the times. `FusedPool` (`pool/fusion/fused_pool.py`) sets
+`members`. The watch calls `JobDispatcher.detach` and `JobDispatcher.abandon` (`pool/runtime/dispatcher.py`). The module
+must not retry a trial, or advance a trial.
 
 Note: locks. The pool's lock comes before a clock's (`DrawClock.under_way`). Warnings are written, and leases ended, without
 the pool's lock.
@@ -10,9 +12,10 @@ Note: three steps. A trial that waits longer than a second for a batch leaves it
 recorded run. The trial's thread keeps waiting, and the device gets a new worker thread (for first batches, the pool
 gets a new preparer thread). When the batch arrives, the trial continues wherever there is room. After
 `warning_seconds`, a warning names the loader and the line where it hangs; the warning is repeated whenever the wait has
-doubled. After `timeout_seconds`, the trial fails: the watch interrupts the loader and, if the loader does not return a
-moment later, abandons its thread (`train/data/loader_clock.py`). For a trial that is already over, for example pruned,
-the watch gives up at the time of the warning. After a breakdown of the pool, the shutdown gives up.
+doubled. After `timeout_seconds`, the watch interrupts the loader, which fails the trial. If the loader does not return
+within `_GRACE_SECONDS`, the watch abandons its thread (`train/data/loader_clock.py`), also in a recorded run. For a trial
+that is already over, for example pruned, the watch gives up at the time of the warning. After a breakdown of the pool,
+the shutdown gives up.
 
 A member of a fused group keeps the group's device: `MemberLoaders` (`pool/fusion/group_loaders.py`) shows such members.
 
@@ -136,7 +139,7 @@ class LoaderWatchdog:
         self._interrupted: dict[str, float] = {}  # by job: the wait in seconds at the interruption
         self._abandoned: list[DrawClock] = []
         self._is_over = threading.Event()
-        # Four looks within the shortest limit, so no limit is overrun by more than a quarter.
+        # Four looks within the shortest limit, so no limit is overrun by more than about a quarter.
         soonest = min(_PATIENCE_SECONDS, times.warning_seconds, times.timeout_seconds or _PATIENCE_SECONDS)
         self._look_seconds = min(_LOOK_SECONDS, soonest / 4)
 

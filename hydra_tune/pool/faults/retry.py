@@ -4,9 +4,12 @@ A lost device, an unreadable or unwritable spill file, and a killed worker proce
 the trial that they hit. The trial continues from its last checkpoint, or begins from scratch without a checkpoint, at
 most `max_retries` times. The results are bitwise equal either way. An error of the trial's own code is never retried.
 `JobDispatcher` (`pool/runtime/dispatcher.py`) asks `FaultRecovery` at the end of each job, before the job's keeper is
-closed; `pool/fusion/group_completion.py` decides likewise at the end of each carrier or member of a fused group.
-Workers, `DeviceReservations` (`pool/devices/device_reservation.py`) and `DeviceLossHandler`
-(`pool/devices/device_failure.py`) ask `found_lost`; the handler asks `may_be_the_devices`, too.
+closed; `pool/fusion/group_completion.py` decides likewise, by `is_not_its_own`, at the end of each carrier or member of
+a fused group, and reads saved states through `Pool.begin_again` and `Pool.last_saved` (`pool/pool.py`). Workers,
+`DeviceReservations` (`pool/devices/device_reservation.py`) and `DeviceLossHandler` (`pool/devices/device_failure.py`)
+ask `found_lost`; the handler asks `may_be_the_devices`, too. The dispatcher and the handler call `end_if_all_lost` before
+a job that a lost device may have hit fails. `HydraExecutor` (`executor.py`) and `ExecutorSettings`
+(`pool/runtime/settings.py`) check `max_retries` by `check_retries`.
 """
 
 import contextlib
@@ -80,7 +83,7 @@ def is_not_its_own(error: BaseException | None) -> bool:
 
 
 class JobRetryAccount(Protocol):
-    """The retry account of a job; see `JobState`."""
+    """The retry account of a job: a `JobState` or a `FusedJob`."""
 
     job: Job
     keeper: TrialCheckpointer | None

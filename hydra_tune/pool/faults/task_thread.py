@@ -8,7 +8,7 @@ queue the calls. `_DrawingFusedJob` (`pool/fusion/group_loaders.py`) replaces th
 thread where a joining trial's loader hangs. An error of a call goes to the log, and the queue goes on.
 
 Note: locks. A caller of `do` may hold the pool's lock, which comes before the queue's lock. The thread holds no lock
-while a call runs. `close` waits for the thread, so its caller must not hold the pool's lock.
+while a call runs. `close` waits for the thread up to `_END_SECONDS`, so its caller must not hold the pool's lock.
 """
 
 import heapq

@@ -5,8 +5,9 @@ fusion in the `FusedJob` until the job is over. `GroupJobLauncher` (`group_jobs.
 `GroupJobEventStream`, which passes the carrier's events to `GroupEndHandler` (`group_completion.py`). The module must not
 know how a group computes.
 
-Note: the flags change under the pool's lock; a trial is built and compared without the lock. An event may arrive under
-the pool's lock, so a listener passes calls into the pool to another thread.
+Note: locks. The `is_` flags change under the pool's lock. A trial is built and compared without the lock; the thread
+that builds sets `key`, `candidate` and `why_apart` meanwhile. An event may arrive under the pool's lock, so a listener
+passes calls into the pool to another thread.
 """
 
 from collections.abc import Callable, Hashable

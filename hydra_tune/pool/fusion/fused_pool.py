@@ -6,8 +6,12 @@
 finds trials for a group, `live_group.py` manages a running group, and `group_completion.py` turns the ends of carriers
 and members into the ends of jobs.
 
+`suspend` (`pool/checkpointing/suspend.py`) saves jobs through a `FusedPool`. The module must not know how a group
+computes.
+
 Note: two kinds of jobs. A driver's job never enters the scheduler; the job's carrier does. Requests of drivers reach a
-member through marks in the member's `FusedJob` and `GroupSlot`, and the pool through the carrier.
+member through marks in the member's `FusedJob` and `GroupSlot`, and the pool through the carrier. The marks change under
+the pool's lock; all calls into the pool here come without the lock.
 """
 
 import math
@@ -115,7 +119,7 @@ class FusedPool:
             if seat is not None:
                 seat.is_answered = True
             is_due = group is not None and group.trial.is_due
-        # Without the pool's lock, as all calls into the pool (see `job_table.py`).
+        # Without the pool's lock, as all calls into the pool here.
         if carrier is not None and (seat is None or is_due):
             carrier.proceed()
         # The other members of the report may be answered within a moment, too, and then go on together.
@@ -153,7 +157,7 @@ class FusedPool:
         self._carriers.pause(job, paused=paused)
 
     def prioritize(self, job: Job, priority: int) -> None:
-        """Change the priority of a job, and of the other members of the job's group."""
+        """Change the priority of a job and of its carrier, which the other members of the job's group share."""
         with self._pool.changed:
             entry = self._table.entries.get(job.key)
             carrier = None if entry is None else entry.carrier

@@ -1,9 +1,9 @@
 """`FusionAdvisor`: suggests fusion, once, where trials are short, alike and run one by one.
 
-`Worker` (`pool/runtime/worker.py`) shows a trial to the pool's `FusionAdvisor` after each unit, if the executor has
-`fusion="off"`, until the advisor is over. `Pool.hint_at_fusion` (`pool/pool.py`) makes the advisor. The advisor must keep
-no trial and no model alive. Several workers may call `look` at once: a lock guards the counts, and the log line is written
-outside the lock.
+`Worker` (`pool/runtime/worker.py`) shows a trial to the pool's `FusionAdvisor` before it reports the end of a unit to the
+scheduler, if the executor has `fusion="off"`, until the advisor is over. `Pool.hint_at_fusion` (`pool/pool.py`) makes the
+advisor. The advisor must keep no trial and no model alive. Several workers may call `look` at once: a lock guards the
+counts, and the log line is written outside the lock.
 """
 
 import logging

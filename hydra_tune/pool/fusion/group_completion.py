@@ -1,9 +1,12 @@
 """Ends of carriers and group members, and the consequences for the jobs.
 
-A job ends with its carrier or slot, begins again after a fault of the system, or continues in a smaller group after
-memory has run out. A carrier's event stream (`fused_job.py`) calls `GroupEndHandler` at each report and at the
-carrier's end; `LiveGroup` (`live_group.py`) does so when a member ends or leaves. `GroupJobLauncher` (`group_jobs.py`)
-owns the handler.
+A job ends with its carrier or slot, begins again after a fault of the system, or continues in a smaller group or alone:
+after memory has run out, after an error of a step of several trials, or where planned steps have proved slower. A
+carrier's event stream (`fused_job.py`) calls `GroupEndHandler` at each report and at the carrier's end; `LiveGroup`
+(`live_group.py`) does so when a member ends or leaves, and when joiners find no slot. `GroupJobLauncher`
+(`group_jobs.py`) owns the handler, and calls `carrier_over` where a group could not be made; `FusedPool`
+(`fused_pool.py`) and `GroupJobLauncher` have `go_on` called when a driver answers, stops or unpauses a job without a
+carrier. The module must not know how a group computes.
 
 Note: reports arrive under the pool's lock, ends mostly without. So carriers are resumed and submitted on the `timer`
 thread of `FusedJobTable`. A job of an ended group either ends or gets a new carrier, never both.

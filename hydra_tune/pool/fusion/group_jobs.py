@@ -1,15 +1,16 @@
 """Carriers: jobs of the pool that run the jobs of a `FusedPool`, alone or as a group.
 
-`FusedPool` (`fused_pool.py`) asks `GroupJobLauncher` for a carrier at each submission; the preparer
+`FusedPool` (`fused_pool.py`) asks `GroupJobLauncher` for a carrier at each submission, and passes pauses on; the preparer
 (`pool/runtime/preparer.py`) calls `make` once the carrier is admitted. `GroupEndHandler` (`group_completion.py`) and
-`GroupMatcher` (`group_matcher.py`) ask for another carrier of a job that goes on (`carry_anew`), and `GroupEndHandler`
-for jobs that could join a group (`look_later`). The module must not know how a group computes.
+`GroupMatcher` (`group_matcher.py`) ask for another carrier of a job that goes on (`carry_anew`), and `FusedPool`,
+`GroupEndHandler` and `group_loaders.py` for jobs that could join a group (`look_later`). The module must not know how a
+group computes.
 
 Note: carriers. For each submitted job, `GroupJobLauncher` gives the pool a job of its own, the carrier. A carrier in
 preparation collects waiting jobs with the same fusion key, as many as a group may have, stops the carriers of those
 jobs, and runs the group. A carrier that finds no other job, or whose trial cannot be fused, runs its own job's trial; a
-job that has left a group goes on in a group of its own.
-The end of a carrier is passed on to the jobs that it carries (`group_completion.py`).
+job that has left a group goes on in a group of its own, or with others. The end of a carrier is passed on to the jobs
+that the carrier runs (`group_completion.py`).
 
 Note: late joiners. While a group has room, a waiting job with the group's key may join. The trial is built and begun
 beside the group, on the preparer's thread or the `building` thread, and joins between two steps (`live_group.py`). A
@@ -126,7 +127,7 @@ class GroupJobLauncher:
         times: SharedUnitTimes | None,
         **_: Any,
     ) -> Trial:
-        """Make the trial of a group, or of the job alone; called on the preparer's thread."""
+        """Make the trial of a group or of the job alone, or a stand-in if the job is elsewhere; on the preparer's thread."""
         with self._table.pool.changed:
             self._table.pool.changed.wait_for(lambda: entry.ticket is not ticket or entry.carrier is not None)
             self._table.pool.changed.wait_for(
@@ -161,7 +162,7 @@ class GroupJobLauncher:
     def _found(
         self, entry: FusedJob, ticket: object, device: Device, build: Callable[[], MemberTrial]
     ) -> list[FusedJob] | None:
-        """Take other members for a job's group; return None if the job itself has joined another group."""
+        """Take other members for a job's group; return None if another carrier or group has the job itself."""
         began = time.monotonic()
         try:
             if entry.trial is None:

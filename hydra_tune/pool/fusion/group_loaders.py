@@ -6,9 +6,9 @@ pool's lock, and a clock's lock comes after the pool's. The module must not know
 
 Note: where members draw. A job in preparation draws its first batch on the preparer's thread, and is watched like any
 trial in preparation. A job that another carrier compares in preparation draws on that carrier's preparer thread, which the
-watch replaces. A joiner draws on the `building` thread, which is replaced if the loader never returns. A member
-of a group draws on the thread that advances the group: the watch logs the loader and finally interrupts it. A loader
-that hangs in a system call blocks its whole group.
+watch replaces. A joiner that the `building` thread has found draws on that thread, which is replaced if the loader never
+returns. A member of a group draws on the thread that advances the group: the watch logs the loader and finally interrupts
+the loader. A loader that hangs in a system call blocks its whole group.
 """
 
 from collections.abc import Iterable, Mapping

@@ -6,8 +6,8 @@ looks for jobs here, and `MemberLoaders` (`group_loaders.py`) for members that d
 shutdown (`Pool.at_close`). The module must not know how a group computes.
 
 Note: the table uses the pool's lock. In reaction to an event, carriers are resumed and submitted without the lock, on
-the `timer` thread. Only `FusedJobTable.over` ends a job, and closes its trial without the lock, because a close runs
-users' code.
+the `timer` thread. Only `FusedJobTable.over` ends a job. `over` closes the job's trial after releasing the lock, and so
+must be called without the lock, because a close runs users' code.
 """
 
 from collections.abc import Hashable

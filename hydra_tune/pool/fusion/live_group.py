@@ -3,10 +3,12 @@
 Drivers' requests arrive on any thread, and only mark slots and entries and wake a waiting group. The group's trial asks
 its `GroupDelegate`, the `LiveGroup`, between two steps for joiners, and reports members that have ended or left; a pair
 of groups does so through a `PairSide` (`fusion/runtime/pair_side.py`). `GroupJobLauncher` (`group_jobs.py`) makes a
-`LiveGroup` when a carrier in preparation has found the members.
+`LiveGroup` when a carrier in preparation has found the members, and sends joiners. `FusedPool` (`fused_pool.py`) and
+`GroupEndHandler` (`group_completion.py`) wake the group. The module must not know how a group computes.
 
-Note: `entries` and `arrivals` change under the pool's lock. Methods of `GroupDelegate` run on the thread that advances
-the group, which must not wait for the `building` or `timer` thread.
+Note: `entries` and `arrivals` change under the pool's lock; some reads come without the lock. Methods of `GroupDelegate`
+run on the thread that advances the group, which must not wait for the `building` or `timer` thread; `stays` also runs on
+the `building` thread.
 """
 
 import logging
@@ -74,7 +76,7 @@ class LiveGroup:
 
     Attributes:
         entries: members that are not over and have not left.
-        arrivals: members that join as soon as there is room.
+        arrivals: members that join as soon as there is room, and a plan for so many members.
         is_over: whether no job can join any more.
         goes_back_to: size of the unplanned groups in which the members continue after the end of this group; 0: the
             group does not fall back.

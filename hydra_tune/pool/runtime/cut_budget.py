@@ -2,7 +2,8 @@
 
 `ExecutorSettings.open_pool` (`settings.py`) makes the budget when the pool starts; `PlanLibrary`
 (`shard/partition/plan_cache.py`) cuts each model of the pool by the budget. One budget serves all devices: the memory is
-the smallest device's, the alignment suits every device, and the speed of copies is the first device's.
+the smallest device's, the alignment suits every device, and the speed of copies is the first device's. The module must
+not measure anything when the pool starts: speeds and the link are measured at the first question.
 """
 
 import functools

@@ -7,9 +7,9 @@ lock. The dispatcher passes the resulting commands on: units go to the workers' 
 queue.
 
 Note: order. The memory of an ended job is given back after the lock is released (`release_all`), because closing a trial
-copies weights and runs the user's code. A block's lock may be held on entry to `moved`, which therefore takes no lock, and
-to a callback of `failure`, which has another thread end the job. The dispatcher must not know how a unit runs or how a
-model is prepared.
+copies weights and runs the user's code. A block's lock may be held on entry to `moved`, which takes no lock, and to a
+callback of `failure`, which takes the pool's lock only to start another thread, which ends the job. So no thread with the
+pool's lock may wait for a block's lock. The dispatcher must not know how a unit runs or how a model is prepared.
 """
 
 import contextlib
@@ -72,7 +72,8 @@ class JobDispatcher:
         faults: decides which failed jobs begin again; None: no job begins again.
 
     Attributes:
-        changed: lock of all state here; notified when a job ends, stops or begins again, and when memory is given back.
+        changed: the pool's lock, for the state here except queues, `given_up` and `releasing`; notified when a job ends,
+            stops or begins again, when a device is lost, and when memory is given back.
         records: records of the jobs that are not over, by key.
         next_units: predicts a device's next units; None without prefetch.
         inboxes: queue of units by device; None ends the worker, `PROBE` makes the worker check the device.
@@ -398,7 +399,7 @@ class JobDispatcher:
             self.release_all()
 
     def release(self, record: JobState) -> None:
-        """Give back the memory of an ended job without running units, and announce the end."""
+        """Give back the memory of an ended job without running units, and announce the end or submit the job again."""
         # The job's result if an interrupt prevents `finish` from returning one.
         result = Result(status="failed", error=HydraTuneError("interrupted while the job's memory was given back"))
         try:

@@ -4,7 +4,9 @@
 (`dispatcher.py`) makes another, with another key, for a job that begins again. The scheduler refers to the job by
 `JobState.key`. The preparer (`preparer.py`) sets the trial. A device's worker (`worker.py`) takes a due unit from the
 record, runs the unit, and asks `JobState.go_on` for the next step. When the job ends, the dispatcher, or after a
-breakdown `Pool.shutdown`, calls `JobState.finish`, which frees the trial's memory and returns a `Result`.
+breakdown `Pool.shutdown`, calls `JobState.finish`, which frees the trial's memory and returns a `Result`. `FusedJob`
+(`pool/fusion/fused_job.py`) and `IsolatedPoolClient` (`isolation/parent.py`) keep a `ReportCursor` of their own. The
+module must not choose units, or know how groups form.
 
 Note: locks. `outcome`, `pending` and the other facts for the scheduler change under the pool's lock or on the only
 thread that advances the trial. A thread that advances or saves the trial holds `turn`; a thread with the pool's lock
@@ -111,7 +113,8 @@ class JobState:
         pending: the next unit, where exactly one unit is due.
         spread: batches running side by side, while there are any.
         beside: due units of `spread`, by rank.
-        outcome: how the job ends; set under the pool's lock, and kept, except that an error replaces "completed".
+        outcome: how the job ends; set under the pool's lock, and kept, except that an error replaces "completed", and the
+            shutdown after a breakdown sets "cancelled".
         host_bytes: host memory granted to the job in bytes, or host memory and disk together.
         lent_bytes: the part of `host_bytes` granted for batches side by side.
         shared: files whose host memory the job shares with others, with their bytes; not part of `host_bytes`.
@@ -213,7 +216,7 @@ class JobState:
 
     @property
     def remaining_seconds(self) -> float:
-        """Compute still to come in seconds; 0 before preparation begins."""
+        """Compute still to come in seconds; 0 without a trial."""
         return 0.0 if self.trial is None else self.trial.remaining_seconds
 
     def take(self, unit: Unit) -> PendingUnit:

@@ -2,7 +2,8 @@
 
 `ExecutorSettings` (`settings.py`) runs the checks when a `HydraExecutor` is made, before any device is opened; only
 `check_compiler_acts` waits for the devices, in `ExecutorSettings.open_pool`. `HydraExecutor` (`hydra_tune/executor.py`)
-checks its own arguments with `check_count`, `check_flag` and `members_of_group`.
+checks its own arguments with `check_count`, `check_flag` and `members_of_group`. The module must not open a device or a
+folder.
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ def check_compiler_acts(backend: str | None, devices: Sequence[Device]) -> None:
     """Refuse a `fusion_compile` that no device of the pool uses.
 
     Raises:
-        ConfigError: CUDA graphs on CPU devices, or a compiler on GPUs.
+        ConfigError: CUDA graphs where all devices are CPU devices, or a compiler where all devices are GPUs.
     """
     if backend is None:
         return

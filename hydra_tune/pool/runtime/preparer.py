@@ -1,12 +1,16 @@
 """The preparer: a thread that builds, captures and cuts the models of admitted jobs, in sequence.
 
-If a job's loader delivers no first batch, the thread stays with the job, and a new thread takes the following jobs
-(`pool/faults/loader_watchdog.py`). `Pool` (`pool/pool.py`) makes the `JobPreparer` and starts its thread; `JobDispatcher`
-(`dispatcher.py`) queues a job for the thread when the scheduler admits the job.
+If a job's loader delivers no first batch in time, the thread stays with the job, and a new thread takes the
+following jobs (`pool/faults/loader_watchdog.py`). `Pool` (`pool/pool.py`) makes the `JobPreparer` and starts its thread;
+`JobDispatcher` (`dispatcher.py`) queues a job for the thread when the scheduler admits the job. For a carrier of fused
+jobs, `make_trial` is `GroupJobLauncher.make` (`pool/fusion/group_jobs.py`).
 
 Note: order. The thread waits for host memory with the job at hand, so host memory is granted in the order of admission,
 apart from jobs whose loader is slow. Each job taken from the queue ends in exactly one `JobAdmitted` or `JobRejected`,
 or is abandoned, by the loader watch or by a breakdown of the pool.
+
+Note: locks. The thread builds models, and so runs users' code, without the pool's lock; `has_room` and the admission run
+under the lock.
 """
 
 import threading

@@ -2,9 +2,10 @@
 
 `HydraExecutor` (`hydra_tune/executor.py`) makes the settings when the executor is made, and calls `open_pool` at the
 first use. With `isolate=True`, the copy of the executor in the pool's process calls `number_log`, and then `open_pool`.
-Making the settings opens no device, locks no folder and starts no thread; `open_pool` does. No other module of
-`pool/runtime/` may set fusion up, and the settings must not decide how groups form. `HydraExecutor` calls `open_pool` under
-the executor's lock, so that a pool is opened once.
+Making the settings opens no device, locks no folder and starts no thread; `open_pool` does. A missing folder for
+checkpoints is made with the settings. No other module of `pool/runtime/` may set fusion up, and the settings must not
+decide how groups form. `HydraExecutor` calls `open_pool` under the executor's lock, so that a pool is opened once. The
+settings themselves have no lock.
 """
 
 import os

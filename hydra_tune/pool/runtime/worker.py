@@ -12,7 +12,8 @@ holds the job's turn as well. The worker runs units without the pool's lock.
 
 Note: threads. While a trial waits for its loader, `LoaderWatchdog` (`pool/faults/loader_watchdog.py`) has the pool start
 a second thread of the same `Worker`. The first thread brings the trial's next unit back (`JobDispatcher.came_back`) and
-ends. Only the present thread declares the loss of the device.
+ends. Only the present thread declares the loss of the device. A further thread (`_releases`) hands the results of
+completed jobs over, beside the next units.
 """
 
 import contextlib
@@ -89,7 +90,7 @@ class Worker:
         self._losses = losses
         self._device_turn = turn
         self._is_lost = False
-        self._taken: PendingUnit | None = None  # the running unit, until compute has begun for certain
+        self._taken: PendingUnit | None = None  # the running unit, where its kind shows whether compute has begun
         self._pressure = OutOfMemoryHandler(device, pager)
         self._libraries = LedgerFitter(device, pager)
         self._prefetch = None if core.next_units is None else BlockPrefetcher(pager)

@@ -64,9 +64,9 @@ class MakespanForecaster:
         """Return the forecast.
 
         Trials of unknown length, submitted or not, count with the mean of the known lengths. A running trial counts with
-        its full length, as if never pruned. The forecast assumes that the devices keep the rate of the last minute, and
-        that no trial computes on two devices at the same time. The bound drops the second assumption once steps have been
-        spread over devices.
+        its full length, as if never pruned. The forecast assumes that the devices keep the rate of the last minute, at
+        least the rate of one busy device and at most of all, and that no trial computes on two devices at the same time.
+        The bound drops the last assumption once steps have been spread over devices.
 
         Args:
             works: the existing trials.

@@ -1,11 +1,13 @@
 """Lines of the event log about the life of jobs, from the scheduler's events and commands and from results.
 
-`JobDispatcher` (`pool/runtime/dispatcher.py`) logs each decision, retry and end. `pool/fusion/group_matcher.py` logs the
-chosen size of a group, and the plan of a group beyond a device's room. `pool/fusion/live_group.py` logs the measured times
-of planned steps. Reports come from `JobState` (`pool/runtime/job_state.py`). With fusion these are the lives of carriers,
-whose keys begin with `CARRIER`; `FusedJob` (`pool/fusion/fused_job.py`) logs the lives of the trials.
+`JobDispatcher` (`pool/runtime/dispatcher.py`) logs each decision, retry and end, and `Pool.begin_again` (`pool/pool.py`)
+the retry of a fused job. `pool/fusion/group_matcher.py` logs the chosen size of a group, and the plan of a group beyond a
+device's room. `pool/fusion/live_group.py` logs the measured times of planned steps. Reports come from `JobState`
+(`pool/runtime/job_state.py`). With fusion, decisions and reports are those of carriers, whose keys begin with `CARRIER`;
+`FusedJob` (`pool/fusion/fused_job.py`) logs the lives of the trials up to their ends.
 
 Note: the names and fields of the lines are part of the format (`observe/event_log/line_format.py`, docs/reference/events.md).
+The module must change nothing in a job, and may run under the pool's lock.
 """
 
 from collections.abc import Sequence
@@ -60,7 +62,7 @@ def log_decision(log: EventLog, at_ns: int, events: Sequence[Event], commands: S
 
 
 def log_retry(log: EventLog | None, job: str, error: BaseException) -> None:
-    """Log that a job has failed and begins again under another key."""
+    """Log that a job has failed and begins again; `job` is the key of the failed run."""
     if log is not None:
         log.job(job, "begins again", error=f"{type(error).__name__}: {error}".splitlines()[0])
 

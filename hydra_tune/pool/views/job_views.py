@@ -1,7 +1,8 @@
 """Plain views of jobs for displays: the conversion from progress and results to `TrialView` and `SweepView`.
 
 `SweepMonitor` (`live_snapshot.py`) makes the views of a pool's jobs at each snapshot; `cli/display/trial_views.py` and
-`cli/display/board.py` do so for `hydra-tune sweep`. A view must hold no job, task or tensor.
+`cli/display/board.py` do so for `hydra-tune sweep`. A view must hold no job, task or tensor. `with_progress` takes the
+pool's lock for a moment (`Job.progress`).
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """Live display of a pool's jobs during a `with` block: on a terminal, below a notebook's cell, or as plain lines.
 
 `HydraExecutor.live` (`hydra_tune/executor.py`) enters `shown` at the start of the block, and adds each job of the pool
-to the monitor. The display calls `snapshot` on a thread of its own, and must never hold training up.
+to the monitor. The display calls `snapshot` on a thread of its own, and must never hold training up; outside notebooks,
+the caller's thread takes a last snapshot for the summary.
 """
 
 import sys

@@ -3,7 +3,8 @@
 `shown` (`live.py`) takes a snapshot each time the display is drawn; `HydraExecutor` (`hydra_tune/executor.py`) adds the
 pool's jobs at the start of `HydraExecutor.live`, and each new job after.
 
-Note: lock. A monitor reads jobs under its own lock, and calls `ended` after releasing the lock.
+Note: lock. A monitor reads jobs under its own lock, which comes before the pool's lock, and calls `ended` after releasing
+the lock. The module must change nothing in the pool.
 """
 
 import threading
