@@ -14,7 +14,7 @@ from hydra_tune.schedule.policies.policy import IncrementalPolicy, JobView, Sele
 class Fair(IncrementalPolicy):
     """The eligible job with the smallest fraction of its time done, then the earliest submitted.
 
-    Jobs submitted together reach their halves and their ends together, whatever their lengths.
+    Jobs submitted together reach their halves and their ends nearly together, whatever their lengths.
     """
 
     def start(self) -> Selection:

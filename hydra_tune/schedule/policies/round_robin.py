@@ -14,7 +14,8 @@ from hydra_tune.schedule.policies.policy import IncrementalPolicy, Selection
 class RoundRobin(IncrementalPolicy):
     """The eligible job whose last unit started longest ago.
 
-    Jobs without a unit so far come first, in order of submission. All jobs get equally many units while no job waits.
+    Jobs without a unit so far come first, in order of submission. On a single device, all jobs get equally many units while
+    no job waits.
     """
 
     def start(self) -> Selection:

@@ -14,7 +14,7 @@ from hydra_tune.schedule.policies.policy import IncrementalPolicy, Selection
 class SRTF(IncrementalPolicy):
     """The eligible job with the shortest remaining time, then the earliest submitted.
 
-    Results come as early as possible on average. The longest jobs are left to run side by side at the end; if there are
+    Results come early on average. The longest jobs are left to run side by side at the end; if there are
     fewer of them than devices, devices idle.
     """
 
