@@ -107,7 +107,7 @@ def under_autocast(
 
 
 def share_casts(captured: CapturedStepGraph, specs: dict[str, StateSpec], precision: Precision) -> None:
-    """Cast each trained float32 parameter of several low-precision operators, or of one in `_LOOPING`, once before the first."""
+    """Cast each trained float32 parameter of several low-precision operators, or of one in `_LOOPING`, before its first use."""
     if precision == "float32" or captured.mode != "train":
         return
     graph = captured.module.graph
