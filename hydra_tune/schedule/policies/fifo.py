@@ -2,7 +2,7 @@
 
 `make_policy` (`registry.py`) makes this policy for the name `"fifo"`; `PriorityLevels` (`schedule/levels.py`) asks the
 policy's selection for a job for each idle device. `RepetitionSkipper` (`simulate/engine/repeats.py`) relies on a policy that
-remembers no choice and looks at no times.
+remembers no choice and looks at no times. The selection has all state, because one policy may serve several schedulers.
 """
 
 from dataclasses import dataclass

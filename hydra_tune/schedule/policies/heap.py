@@ -1,7 +1,8 @@
 """`ViewHeap`: a heap of eligible jobs by a number, with lazy removal.
 
 Most policies here, such as `fifo.py` and `lpt.py`, keep the eligible jobs in a `Smallest` or a `ViewHeap`, and take the
-first job when asked about an idle device. `lrtf.py` has heaps of its own.
+first job when asked about an idle device. `lrtf.py` has heaps of its own. A heap takes no lock: one thread at a time calls its
+selection.
 """
 
 import itertools

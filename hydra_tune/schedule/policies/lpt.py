@@ -1,7 +1,8 @@
 """`LPT`: longest processing time first, whole trials without interleaving: the classical way.
 
 `make_policy` (`registry.py`) makes this policy for the name `"lpt"`; `PriorityLevels` (`schedule/levels.py`) asks the
-policy's selection for a job for each idle device.
+policy's selection for a job for each idle device. The policy must keep no state: the selection has all state, because one
+policy may serve several schedulers.
 """
 
 from collections import defaultdict

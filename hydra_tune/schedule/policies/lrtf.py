@@ -2,7 +2,8 @@
 
 `make_policy` (`registry.py`) makes this policy for the name `"lrtf"`, the default; `PriorityLevels`
 (`schedule/levels.py`) asks the policy's selection for a job for each idle device. `RepetitionSkipper`
-(`simulate/engine/repeats.py`) relies on a policy that remembers no choice and compares only differences of remaining times.
+(`simulate/engine/repeats.py`) relies on a policy that remembers no choice and compares only differences of remaining times. All
+state is in the selection, because one policy may serve several schedulers.
 """
 
 import math

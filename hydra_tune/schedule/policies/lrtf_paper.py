@@ -2,7 +2,8 @@
 
 `make_policy` (`registry.py`) makes this policy for the name `"lrtf_paper"`, as a heap and with late binding. `PriorityLevels`
 (`schedule/levels.py`) asks the policy's selection for a job for each idle device. `benchmarks/locality.py`,
-`benchmarks/decisions.py` and people make an `LRTFPaper` with other options.
+`benchmarks/decisions.py` and people make an `LRTFPaper` with other options. The choices must stay those of the paper, apart
+from the entries under Differs.
 """
 
 from collections.abc import Sequence

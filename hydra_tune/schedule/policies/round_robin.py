@@ -1,7 +1,8 @@
 """`RoundRobin`: every job in turn.
 
 `make_policy` (`registry.py`) makes this policy for the name `"round_robin"`; `PriorityLevels` (`schedule/levels.py`)
-asks the policy's selection for a job for each idle device.
+asks the policy's selection for a job for each idle device. The policy must keep no state: the selection has all state, because
+one policy may serve several schedulers.
 """
 
 from dataclasses import dataclass
