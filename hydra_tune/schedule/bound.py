@@ -1,9 +1,9 @@
 """Lower bounds on the makespan, the yardstick for schedules.
 
-`pool/views/eta.py` bounds a running sweep at each forecast, `simulate/engine/simulator.py` at the end a simulated run whose
-devices all keep one speed, and `simulate/optimal.py` the best schedule before the search. `benchmarks/locality.py` and
-`benchmarks/schedule.py` compare makespans with the bound, and `benchmarks/settings.py` bounds schedules on devices of
-unequal speed. The bounds leave out transfers, so no schedule of such jobs can end earlier.
+`pool/views/eta.py` bounds a running sweep at each forecast, `simulate/engine/simulator.py` at the end a simulated run on
+devices that stay equally fast, and `simulate/optimal.py` the best schedule before the search. `benchmarks/locality.py` and
+`benchmarks/schedule.py` compare makespans with the bound, and `benchmarks/settings.py` bounds schedules on devices of unequal
+speed. The bounds leave out transfers, so no schedule of such jobs can end earlier.
 """
 
 import math

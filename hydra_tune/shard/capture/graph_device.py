@@ -6,8 +6,8 @@ A capture runs on the host, so the recorded device is the CPU, whatever device t
 nodes mean the other device, because the plain loop keeps its model, its batch and all results in a single place, too.
 `cut_shard` (`shard/partition/subgraph.py`) applies `placed` when a shard is cut, and `batched/joint_graph.py` to a traced
 step; `fusion/batching/batched_graph.py` and the interpreters of `planner/` move single nodes' arguments likewise.
-`own_functions.py` walks a graph by `bodies`. Workers of several devices call a placed graph at the same time, and a captured
-graph itself must not change.
+`own_functions.py` walks a graph by `bodies`. Workers of several devices call a placed graph at the same time, so the graph
+itself must not change.
 """
 
 import copy

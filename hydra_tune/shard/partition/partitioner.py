@@ -2,12 +2,12 @@
 
 The algorithm is greedy: a shard takes as many nodes as fit the device beside the reserved buffer; the smallest device
 decides for all devices. Differs from the paper: a candidate is measured on fake tensors instead of run until failure;
-among the last cuts that fit, the cut with the fewest crossing bytes is taken, because crossing bytes travel twice per
-step; and a model that fits whole becomes a single shard without a buffer. `ShardPartitionPlanner`
-(`partition_planner.py`) runs the algorithm on each captured step, once for each tried place of the updates and size of the
-buffer. `executor.py` and `pool/runtime/settings.py` take `NumShards` from here. The module must not choose the buffer, and cuts
-only at positions that `GraphAnalysis` allows. The module takes no lock: a `PlanLibrary` (`plan_cache.py`) cuts under its own
-lock, and only a forecast asks for the `least_budget` of a plan later.
+cuts between blocks of the model come before cuts inside a block; among the last cuts that fit, the cut with the fewest
+crossing bytes is taken, because crossing bytes travel twice per step; and a model that fits whole becomes a single shard
+without a buffer. `ShardPartitionPlanner` (`partition_planner.py`) runs the algorithm on each captured step, once for each tried
+place of the updates and size of the buffer. `executor.py` and `pool/runtime/settings.py` take `NumShards` from here. The module
+must not choose the buffer, and cuts only at positions that `GraphAnalysis` allows. The module takes no lock: a `PlanLibrary`
+(`plan_cache.py`) cuts under its own lock, and only a forecast asks for the `least_budget` of a plan later.
 
 Note: candidates. A bisection from the middle of the remaining nodes would ask mostly about candidates that are far too
 large and therefore slow to measure. `_CandidatePilot` measures candidates from the shortest on, and stops at the first
