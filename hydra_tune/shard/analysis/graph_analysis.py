@@ -268,7 +268,7 @@ def _overwrite_hazards(
 
     A value that crosses a cut reaches the later shard as a separate tensor. If the later shard overwrites the value, no
     other crossing value may share the storage, because the other value would not see the change, and no node may read
-    the value behind the overwriter. A storage of an input of the graph must not be overwritten while a view of it crosses.
+    the value after the overwrite. A storage of an input of the graph must not be overwritten while a view of it crosses.
 
     Example: in `y = x.view(-1); x.add_(1); z = x + y`, no cut lies between the first two nodes, because `x` and `y` would
     cross as two tensors, and `y` would miss the addition.

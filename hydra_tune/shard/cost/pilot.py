@@ -9,7 +9,7 @@ recurrent layers.
 `PlanLibrary` (`shard/partition/plan_cache.py`) makes a `ShardPilot` for each captured step, and the partitioners
 (`shard/partition/partitioner.py`) ask the pilot for the cost of each candidate shard. `shard/partition/partition_planner.py`,
 `shard/partition/plan.py`, `activation_policy.py` and `compute_estimate.py` ask about chosen cuts. The modules of `shard/cost/`,
-`train/` and `fusion/` read the `ShardCost` of a shard. `StorageTracker` also follows real runs: updates (`update_pilot.py`),
+`train/` and `fusion/` read the `ShardCost` of a shard. `StorageTracker` also follows other runs: updates (`update_pilot.py`),
 steps without a graph (`eager_pilot.py`), the steps of a trial's own code (`train/loop/workspace_tracker.py`), and the building
 of a model (`shard/capture/meta_models.py`). A pilot of fake tensors must read no value.
 

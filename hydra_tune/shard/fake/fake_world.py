@@ -2,7 +2,7 @@
 
 `pool/dry_run/report.py` makes the rehearsed trials in this mode, and `PoolRehearsal` (`pool/dry_run/executor.py`) runs
 all units of a rehearsal in the same mode. The pilot of updates (`shard/cost/update_pilot.py`) steps large stand-ins, which
-cannot be stepped on `meta`, on tensors of this mode.
+cannot be stepped on `meta`, on tensors of this mode. A mode serves one thread: the count of reads has no lock.
 """
 
 from collections.abc import Mapping, Sequence
