@@ -44,7 +44,7 @@ class ShapesOnly(Dataset[Any]):
 
 
 def has_shapes_only(task: TrainTask) -> bool:
-    """Whether some of a task's data is a placeholder."""
+    """Whether some of a task's data is recognized as a placeholder."""
     handles = (task.train, task.validate)
     # Placeholder data may be wrapped in a loader; a callable's data is unknown until a call.
     data = [handle.dataset if isinstance(handle, DataLoader) else handle for handle in handles]

@@ -1,8 +1,11 @@
 """Scheduling of shard units over time and devices: pure Python, no torch, no clock, no threads.
 
-`Scheduler` takes events and returns commands; a `Policy` chooses among eligible jobs. The package knows jobs, units and
-devices by name only. Read `units`, `events` and `commands` first, then `machine`, the state machine, with `state`,
-`record` and `transitions`; the `policies` come next.
+`Scheduler` takes events and returns commands; a `Policy` chooses among eligible jobs. The library's drivers are
+`pool/runtime/dispatcher.py` in a pool, `pool/dry_run/executor.py` in a forecast, `simulate/engine/simulator.py` in a
+simulation, and `simulate/recorded/replay.py` in a replay. The package knows jobs and devices by name only, and never
+interprets a unit's kind. No object here takes a lock, because a driver calls from one thread or under a lock of its own. The
+package must import neither torch nor a driver. Read `units`, `events` and `commands` first, then `machine`, the state machine,
+with `state`, `record` and `transitions`; the `policies` come next.
 """
 
 from hydra_tune.schedule.ahead import NextJobPredictor

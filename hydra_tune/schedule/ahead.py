@@ -4,12 +4,12 @@
 (`simulate/engine/lookahead.py`) is a subclass. Before a question, both pass on the changes of jobs, of the front and of
 the devices. The module must not import torch, read a clock or start a thread.
 
-Note: double buffering. While a unit runs, `NextJobPredictor` asks a separate selection of the same policy for the
-device's likely next job, and the pool prefetches the job's bytes. The separate selection holds the same views as the
-scheduler's policy, without the jobs claimed by other devices' buffers. For the question, the running job is added as of
-the end of its unit. The prediction is not binding: at the end of the unit, the scheduler chooses among all eligible
-jobs, and knows which shards are resident on the device. Only a policy with early binding (`EarlyBinding`) makes the
-next job certain.
+Note: double buffering. While a unit runs, `NextJobPredictor` asks separate selections of the same policy for the device's
+likely next job, and the driver prefetches the job's bytes. The separate selections hold the views last noticed, without the
+jobs claimed by other devices' buffers. For the question, the running job is added as of the end of its unit, if the job
+can follow itself. The prediction is not binding: at the end of the unit, the scheduler chooses among all eligible jobs, and
+knows which shards are resident on the device. Under a policy with early binding (`EarlyBinding`), the predictor instead
+returns the job that the scheduler's selection has bound to the device.
 
 Note: staggered admission. Jobs of the front go first in predictions, too, and so do jobs that are not staggered.
 """
@@ -22,7 +22,8 @@ from hydra_tune.schedule.policies.policy import BindsEarly, JobView, Policy, sta
 class NextJobPredictor:
     """Tracks which job each device's buffer is for, and keeps the other eligible jobs in order.
 
-    Not thread-safe, like the scheduler, whose views `NextJobPredictor` reads: a pool calls both under its lock.
+    Not thread-safe, like the scheduler, whose views `NextJobPredictor` reads: a pool calls both under its lock, a simulation
+    from its only thread.
     """
 
     def __init__(self, policy: Policy, scheduler: Scheduler) -> None:
@@ -57,7 +58,7 @@ class NextJobPredictor:
             self._seen[job] = view
 
     def notice_front(self) -> None:
-        """Take over the present front, after an admission, a pause, the end of a job, or a change of devices or priority."""
+        """Take over the scheduler's present front, after each change of the front and before the next question."""
         front = frozenset(self._scheduler.front)
         if front == self._front:
             return

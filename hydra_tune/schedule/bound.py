@@ -1,8 +1,9 @@
 """Lower bounds on the makespan, the yardstick for schedules.
 
-`pool/views/eta.py` bounds a running sweep at each forecast, `simulate/engine/simulator.py` a simulated run at the end,
-and `simulate/optimal.py` the best schedule before the search. `benchmarks/settings.py` bounds schedules on devices of
-unequal speed.
+`pool/views/eta.py` bounds a running sweep at each forecast, `simulate/engine/simulator.py` at the end a simulated run on
+devices that stay equally fast, and `simulate/optimal.py` the best schedule before the search. `benchmarks/locality.py` and
+`benchmarks/schedule.py` compare makespans with the bound, and `benchmarks/settings.py` bounds schedules on devices of unequal
+speed. The bounds leave out transfers, so no schedule of such jobs can end earlier.
 """
 
 import math
@@ -36,7 +37,7 @@ def makespan_bound(job_seconds: Iterable[float], num_devices: int) -> float:
 def uneven_makespan_bound(job_seconds: Iterable[float], device_speeds: Iterable[float]) -> float:
     """Lower bound on the makespan of jobs that each run on one device at a time, on devices of unequal speed.
 
-    With equal speeds the bound equals `makespan_bound`.
+    With every speed 1, the bound equals `makespan_bound` up to rounding.
 
     Args:
         job_seconds: each job's total time in seconds on a device of speed 1, without transfers.

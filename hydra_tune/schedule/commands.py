@@ -1,8 +1,9 @@
 """Commands of the scheduler.
 
-After each call of `Scheduler.handle`, the driver carries the commands out in order and answers with events:
+After each call of `Scheduler.handle`, the driver carries the commands out in order, and later hands in the answers as events:
 `pool/runtime/dispatcher.py` in a pool, `pool/dry_run/executor.py` in a forecast, `simulate/engine/simulator.py` in a
-simulation, and `simulate/recorded/replay.py` in a replay.
+simulation, and `simulate/recorded/replay.py` in a replay. `journal.py` writes and reads commands. A command is a plain
+value, which a driver must not change.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ class Admit:
 
 
 class Run(NamedTuple):
-    """Run the job's unit on the device now; answered by `UnitFinished` or `UnitFailed`."""
+    """Run the job's unit on the device now; answered by `UnitFinished` or `UnitFailed`, or by the device's `DeviceLost`."""
 
     job: str
     device: str
@@ -30,7 +31,7 @@ class Run(NamedTuple):
 class EndBurst:
     """End the job's burst on the device after the present step, because another job waits for the device.
 
-    Answered by the unit's ordinary `UnitFinished`. The command has no effect if the unit ends by itself in the
+    Answered only by the unit's own end, as for `Run`. The command has no effect if the unit ends by itself in the
     meantime.
     """
 
@@ -40,7 +41,7 @@ class EndBurst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Give back all memory of a job that is over, with no unit running. The scheduler has forgotten the job."""
+    """Give back all memory of a job that is over, with no unit running. The scheduler has forgotten the job: no answer."""
 
     job: str
 

@@ -2,8 +2,8 @@
 
 Events are facts, and already true when the driver (`pool/runtime/dispatcher.py`, `pool/dry_run/executor.py`,
 `simulate/engine/simulator.py` or `simulate/recorded/replay.py`) hands the events to `Scheduler.handle`. Strings name
-jobs and devices; a driver must not use a job's name twice. Remaining times are estimates: they order the jobs, and
-nothing else depends on them.
+jobs and devices; a driver must not use a job's name twice. `journal.py` writes and reads events, and an event is a plain
+value, which a driver must not change. Remaining times are estimates: they order the jobs, and nothing else depends on them.
 """
 
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ class DeviceAdded:
 class DeviceLost:
     """A device is lost, with everything on the device.
 
-    The unit that ran there is lost. The unit becomes the job's next unit again, as if never begun, and the driver must
-    not report anything more about the lost attempt. Shards that were there are on no device. If the job cannot go on,
-    because only that device held some of its state, the driver adds `JobStopped` in the same call.
+    The unit that ran there is lost. Unless its job is stopped, the unit becomes ready again, and the driver must not report
+    anything more about the lost attempt. Shards that were there are on no device. If the job cannot go on, because only that
+    device held some of its state, the driver adds `JobStopped` in the same call.
     """
 
     device: str
@@ -53,7 +53,7 @@ class JobSubmitted:
     """A job wants to run; the order of these events is the submission order.
 
     Args:
-        priority: jobs of a higher priority are admitted, and run, before all jobs of a lower priority.
+        priority: slots and devices go to jobs of a higher priority first.
         staggered: under the admission "auto", whether the job runs before younger staggered jobs.
     """
 

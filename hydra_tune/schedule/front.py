@@ -2,14 +2,16 @@
 
 `SchedulerState` (`state.py`) updates the front whenever a staggered job in flight or a device comes or goes, or such a
 job changes its priority. With `admission="staggered"` every job is staggered, with `"auto"` the jobs that were submitted
-so, with `"eager"` none. `Scheduler` (`machine.py`), the pool's settings and `Scenario` (`simulate/model.py`) call
-`check_admission`. The module has no lock.
+so, with `"eager"` none. `Scheduler` (`machine.py`), `ExecutorSettings` (`pool/runtime/settings.py`) and `Scenario`
+(`simulate/model.py`) call `check_admission`; `cli/commands/sweep.py` and `cli/commands/simulate.py` offer `ADMISSIONS`. The
+module takes no lock, because the scheduler's caller holds one or is the only thread.
 
 Note: staggered admission. The *front* consists of the oldest staggered jobs in flight, as many as there are devices, by
-priority and then by submission. Jobs that are not staggered have the rank of the front. A device takes a ready unit of
-the front if there is one, otherwise a unit of another job. For jobs of equal length, among all rules that keep every
-device busy, this rule ends the first k jobs earliest, for every k. Early stopping rules that compare with finished jobs
-depend on such early ends. The policy chooses within the front, and within the rest.
+priority and then by submission. Jobs that are not staggered have the rank of the front. Within a priority, a device takes a
+unit of an eligible job of the front if there is such a job, otherwise of another job. Further units of running jobs
+(`Scheduler._lend`) heed no front. For jobs of equal length, among all rules that keep every device busy, this rule ends the
+first k jobs earliest, for every k. Early stopping rules that compare with finished jobs depend on such early ends. The policy
+chooses within the front, and within the rest.
 """
 
 from bisect import bisect_left, insort
@@ -38,7 +40,7 @@ def check_admission(admission: object, known: Sequence[str] = ADMISSIONS) -> Non
 
 
 class AdmissionFront:
-    """The ages of the staggered jobs in flight; the first `size` jobs are the front.
+    """The ages of the staggered jobs in flight; the first `_size` jobs are the front.
 
     Each change moves at most one job across the border, besides the job that comes or goes. The change returns the moved
     job, so that the caller can update the job's level.

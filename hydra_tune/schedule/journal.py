@@ -3,7 +3,7 @@
 `PoolRecorder` (`pool/runtime/recorder.py`) keeps a `SchedulerDecision` of each call while a pool records, and
 `simulate/recorded/recording.py` writes and reads the decisions as a file's data. `simulate/recorded/replay.py` compares
 the decisions with a new schedule, and notes the new schedule's decisions. `benchmarks/replay.py` checks that equal events
-give equal commands.
+give equal commands. A renamed event, command or field makes old recordings unreadable.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
 """`PriorityLevels`: separates jobs by priority and front, so that policies can ignore both.
 
 `Scheduler` (`machine.py`) asks the highest level for a job for each idle device; `NextJobPredictor` (`ahead.py`) keeps
-separate levels for predictions. `SchedulerState` (`state.py`) adds and removes the views of the scheduler's levels; a view
-leaves the level that it entered, so a change of level is a removal before the change and an addition after the change. The
-module has no lock.
+separate levels for predictions. `SchedulerState` (`state.py`) adds and removes the views of the scheduler's levels, and
+passes on the devices' speeds. A view leaves the level that it entered, so a change of level is a removal before the change
+and an addition after the change. The module takes no lock, because the scheduler's caller holds one or is the only thread.
 """
 
 from bisect import bisect_left, insort

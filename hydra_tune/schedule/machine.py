@@ -1,8 +1,10 @@
 """`Scheduler`: events in, commands out.
 
-A pure state machine: no threads, no clock, no tensors. A driver calls `handle` as events happen and carries out the
-commands: a pool (`pool/runtime/dispatcher.py`), a forecast (`pool/dry_run/executor.py`), a simulation
-(`simulate/engine/simulator.py`) or a replay (`simulate/recorded/replay.py`). Equal events give equal commands.
+A pure state machine: no threads, no clock, no tensors, and no lock. A driver calls `handle` as events happen and carries out
+the commands: a pool (`pool/runtime/dispatcher.py`), a forecast (`pool/dry_run/executor.py`), a simulation
+(`simulate/engine/simulator.py`) or a replay (`simulate/recorded/replay.py`). `NextJobPredictor` (`ahead.py`) and
+`NextUnitPredictor` (`pool/devices/next_units.py`) read views, and `pool/devices/idle_devices.py` the idle devices. Equal
+events give equal commands, if the policy chooses alike.
 
 Guarantees:
 
@@ -12,18 +14,18 @@ Guarantees:
 * An idle device with a possible unit gets a unit in the very call that makes the unit possible, the fastest device
   first. A unit meant for an idle device (`near`) goes there. No unit waits for its preferred device while another
   device is free.
-* No job gets a device before an eligible job of higher priority, and no job is admitted before a queued job of higher
-  priority.
-* Within a priority, jobs are admitted in submission order, while fewer than `max_concurrent` jobs are preparing, ready
-  or running.
-* Under staggered admission, within a priority, no job beyond the front gets a device before a job of the front that
-  could use the device.
+* No job gets a device before an eligible job of higher priority, and no job is admitted before a queued and unpaused job of
+  higher priority.
+* Within a priority, unpaused jobs are admitted in submission order, while fewer than `max_concurrent` jobs are preparing,
+  ready or running.
+* Under staggered admission, within a priority, no job beyond the front gets a device before an eligible job of the front.
+  Offers heed priorities, but no front.
 * When a job is admitted, resumed or unpaused, changes its priority, or loses its unit with a device, and then waits
-  because every device is busy, the scheduler asks one burst, of a job of no higher priority, to end after its present
-  step, if there is such a burst: the burst whose job has the least time left, among the jobs of the lowest priority.
-* A job that is stopped, or has a failed unit, gets no further unit, and is released once none of its units runs.
+  because every device is busy, the scheduler asks one burst not asked yet, of a job of no higher priority, to end after its
+  present step, if there is such a burst: the burst whose job has the least time left, among the jobs of the lowest priority.
+* A job that is stopped, or has a failed unit, gets no further unit, and is released once its preparation and units are over.
 * A paused job gets no further unit until unpaused, and takes no slot once nothing of the job is under way.
-* The scheduler keeps nothing of a job that is over.
+* The scheduler keeps no record and no story of a job that is over.
 """
 
 from collections import deque
@@ -69,9 +71,9 @@ class Scheduler:
 
     Args:
         policy: chooses among eligible jobs.
-        max_concurrent: how many jobs may be admitted at the same time. A job that waits at a report, or is paused,
-            takes no slot. Such a job resumes at once, even beyond `max_concurrent`; the next job is admitted only when
-            a slot is free again.
+        max_concurrent: how many jobs may be admitted at the same time. A job that waits for an answer or data, or
+            is paused with nothing under way, takes no slot. Such a job resumes at once, even beyond `max_concurrent`; the next
+            job is admitted only when a slot is free again.
         admission: "eager" leaves the choice among all admitted jobs to the policy; "staggered" lets the oldest jobs go
             first, as many as there are devices (note in `schedule/front.py`); "auto" lets the oldest of the jobs go
             first that were submitted as staggered.
@@ -201,7 +203,7 @@ class Scheduler:
 
     @property
     def front(self) -> tuple[str, ...]:
-        """The jobs of the front, the oldest first, then the jobs that are not staggered; empty without staggered jobs."""
+        """The jobs of the front, the oldest first, then the jobs that are not staggered; empty while the front is empty."""
         front = self._state.front
         if front is None or not front.jobs:
             return ()
@@ -253,7 +255,7 @@ class Scheduler:
         return Run(job=record.job, device=place, unit=unit)
 
     def _lend(self) -> Run:
-        """Give an otherwise idle device a further unit of a running job, the job with the longest time left."""
+        """Lend an otherwise idle device to a running job: the highest priority first, then the longest time left."""
         state = self._state
         records = [state.jobs[job] for job in state.offering]
         record = max(records, key=lambda r: (r.priority, r.remaining_seconds, -r.order))
@@ -284,7 +286,7 @@ class Scheduler:
         """Choose the idle device for the chosen unit.
 
         First choice is the unit's preferred device. Otherwise, among the fastest idle devices: the device with the
-        unit's shard, then the job's last device. A new job goes to the device that the fewest other jobs ran on last.
+        unit's shard, then the job's last device. A job with neither goes to the device that the fewest other jobs ran on last.
         """
         state = self._state
         speed, _, asking_device = state.idle[0]
@@ -348,7 +350,7 @@ class Scheduler:
 
     def _remember_one(self, job: str, entry: Event | Command) -> None:
         story = self._stories.get(job)
-        # The job is over, and the scheduler keeps nothing of it.
+        # The job is over, and its story is dropped.
         if job not in self._state.jobs:
             self._stories.pop(job, None)
         elif story is None:

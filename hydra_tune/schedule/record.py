@@ -2,7 +2,8 @@
 
 `transitions.py` changes the records at each event, and `Scheduler` (`machine.py`) when a unit starts, a burst is asked
 to end, or a job is admitted; `SchedulerState` (`state.py`) holds the records until the job is over or the device is
-lost.
+lost. Code that changes a record then calls `put` or `put_device` of the tables, which keep the derived fields: no other
+code may write those. Mappings and tuples of a record are replaced, never changed, because a draft's copy shares them.
 """
 
 from collections.abc import Mapping
@@ -71,7 +72,7 @@ class JobPhase(StrEnum):
     """Phase of a job's life. A job that is over has no phase."""
 
     QUEUED = "queued"
-    """Submitted; holds nothing."""
+    """Submitted, perhaps paused; holds nothing."""
     PREPARING = "preparing"
     """Admitted; no unit can run yet. Takes a slot."""
     READY = "ready"
@@ -79,14 +80,14 @@ class JobPhase(StrEnum):
     RUNNING = "running"
     """A unit of the job is on a device, or several units, each on a device of its own. Takes a slot."""
     WAITING = "waiting"
-    """Has no next unit until its report is answered or its data arrive. Takes no slot: an answer may need other jobs."""
+    """Has no next unit: waits for an answer or data, or is complete. Takes no slot: an answer may need other jobs."""
     PAUSED = "paused"
     """The user holds back the next unit. Takes no slot, as in WAITING, and continues at once when unpaused."""
 
 
 @dataclass(slots=True, kw_only=True)
 class JobRecord:
-    """The scheduler's facts about a job. `transitions.py` and the scheduler change a record, then call `SchedulerState.put`.
+    """The scheduler's facts about a job. Derived fields are kept as noted.
 
     Args:
         order: place in the order of submission.
@@ -105,13 +106,13 @@ class JobRecord:
         last_device: the device where a unit of the job last began or ended; None before the first unit, and after the
             loss of that device.
         last_on_base: the last begun unit with a `base`; None if there was none.
-        view: the view given to the policy; None if the policy does not know the job. Kept by `SchedulerState.put`.
-        is_counted: whether the job counts in `num_slots_taken`. Kept by `SchedulerState.put`.
+        view: the view given to the policy; None if the policy does not know the job. Kept by `SchedulerState`.
+        is_counted: whether the job counts in `num_slots_taken`. Kept by `SchedulerState`.
         age: a staggered job's place among the jobs in flight; None if not in flight or not staggered. Kept by
-            `SchedulerState.put`.
+            `SchedulerState`.
         is_front: whether the job is in the front or, beside a front, not staggered. Kept by `SchedulerState`.
-        home: the device at which the job counts in `homes`. Kept by `SchedulerState.put`.
-        kind: the job's entry in `kinds`. Kept by `SchedulerState.put`.
+        home: the device at which the job counts in `homes`. Kept by `SchedulerState`.
+        kind: the job's entry in `kinds`. Kept by `SchedulerState`.
     """
 
     job: str

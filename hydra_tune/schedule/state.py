@@ -1,10 +1,12 @@
 """`SchedulerState`: the scheduler's memory; `SchedulerStateDraft`: uncommitted changes.
 
-`Scheduler` applies events through `transitions.py`; several events at once go to a draft, which takes effect when all
-events are accepted. The module must not judge whether an event is allowed, nor choose a unit.
+`Scheduler` (`machine.py`) applies events through `transitions.py`; several events at once go to a draft, which takes effect
+when all events are accepted. `Scheduler` reads the tables, and puts the records that it changes itself. The module must not
+judge whether an event is allowed, nor choose a unit, and takes no lock, because the scheduler's caller holds one or is the
+only thread.
 
-`put`, `drop`, `put_device` and `drop_device` also update everything derived from the records, such as the queue, the
-idle devices and the policy's views. `tests/support/schedule_invariants.py` recomputes each derived table.
+`put`, `drop`, `put_device` and `drop_device` of `SchedulerState` also update everything derived from the records, such as
+the queue, the idle devices and the policy's views. `tests/support/schedule_invariants.py` recomputes each derived table.
 """
 
 from bisect import bisect_left, insort
@@ -39,7 +41,7 @@ class SchedulerState:
         num_devices_added: number of devices ever added, and so the index of the next device.
         num_runs: number of units ever started.
         front: the staggered jobs in flight by age; None under eager admission.
-        homes: by device, the number of jobs whose last unit ran there.
+        homes: by device, the number of live jobs whose last unit began or ended there.
         kinds: the jobs that are alike, by their shared name.
     """
 
@@ -173,8 +175,8 @@ class SchedulerState:
     def next_queued(self) -> JobRecord | None:
         """Return the job to admit next; None if no job is queued."""
         queue = self._queue
-        # Each `put` of a queued job pushes an entry. Entries of jobs admitted, paused or reprioritized since are stale,
-        # and dropped here.
+        # Each `put` of an unpaused queued job pushes an entry. Entries of jobs admitted, paused or reprioritized since are
+        # stale, and dropped here.
         while queue:
             negative, order, job = queue[0]
             record = self.jobs.get(job)
@@ -266,8 +268,8 @@ class SchedulerState:
 class SchedulerStateDraft:
     """Copy-on-write view of a `SchedulerState`, for refusing a call of several events as a whole.
 
-    Behaves like the state, which stays unchanged until `commit`. Records are copied on first access, so a draft costs
-    O(records touched), not O(jobs).
+    Behaves to `transitions.py` like the state, which stays unchanged until `commit`. Records are copied on first access, so a
+    draft costs O(records touched), not O(jobs); only the loss of a device touches every job.
     """
 
     def __init__(self, state: SchedulerState) -> None:

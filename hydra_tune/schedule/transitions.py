@@ -1,8 +1,9 @@
 """State transitions: the changes of each event, and the conditions under which an event is impossible.
 
-`Scheduler` (`machine.py`) calls `apply` for each event. Each function checks all conditions before the first change, so a
-refused event changes nothing, and puts each record that it has changed. No function here chooses a unit or a device:
-`Scheduler` does, after the last event of a call.
+`Scheduler` (`machine.py`) calls `apply` for each event, on a `SchedulerState` or, for several events at once, on a draft
+(`state.py`). Each function of `_TRANSITIONS` checks all conditions before the first change, so a refused event changes
+nothing, and puts each record that it has changed. No function here chooses a unit or a device: `Scheduler` does, after the
+last event of a call.
 """
 
 import math
@@ -162,7 +163,7 @@ def _resume(tables: Tables, event: JobResumed) -> None:
 
 def _stop(tables: Tables, event: JobStopped) -> str | None:
     record = _expect(tables, event)
-    # The driver still owes the end of the preparation or of the units, so the record stays until that event.
+    # The driver still owes the end of the preparation or of the units, so the record stays until then.
     if record.phase in (JobPhase.PREPARING, JobPhase.RUNNING):
         record.stopped, record.ready = True, ()
         tables.put(record)
@@ -225,7 +226,7 @@ _TRANSITIONS: dict[type[Event], Callable[[Tables, Any], str | None]] = {
     ShardMoved: _move_shard,
 }
 
-# What several of them share.
+# Shared by several transitions.
 
 
 _SAME_PACE = 1.2  # a smaller change of the step time is ignored
@@ -280,7 +281,7 @@ def _rank(unit: Unit) -> int:
 
 
 def _end_with_unit(tables: Tables, record: JobRecord, device: str) -> str | None:
-    """Handle the end of a stopped job's unit; return the job if no other unit of the job runs."""
+    """Handle the end of the unit of a stopped job, or of a failed unit; return the job if no other unit of the job runs."""
     if len(record.running) == 1:
         tables.drop(record.job)
         return record.job

@@ -1,9 +1,11 @@
 """`Unit`: a shard unit as the scheduler sees it.
 
 A unit says which kind of work runs on which shard, and about how long. The scheduler never interprets a unit's kind;
-the meaning of a kind is up to the pool. `unit_of` (`pool/devices/next_units.py`) makes a `Unit` of each due unit of a
-trial, and `simulate/model.py` of each unit of a simulated one. The scheduler hands the `Unit` back in a `Run`
-(`commands.py`).
+the meaning of a kind is up to the driver. `unit_of` (`pool/devices/next_units.py`) makes a `Unit` of each due unit of a
+trial, and `JobState` (`pool/runtime/job_state.py`) adds `rank` and `near` where units run side by side. `RESUME`
+(`pool/runtime/worker.py`) stands for a trial's own code after a report, and `simulate/` makes the units of simulated trials.
+The scheduler hands the same `Unit` back in a `Run` (`commands.py`). `journal.py` writes every field, so a renamed field makes
+old recordings unreadable.
 """
 
 from dataclasses import dataclass

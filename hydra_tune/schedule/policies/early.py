@@ -1,17 +1,19 @@
 """`EarlyBinding`: binds a device's next job while the previous unit still runs, for comparison with late binding.
 
-`LRTFPaper` (`lrtf_paper.py`) wraps each selection in an `EarlyBinding` when made with `idle_only=True`.
+`LRTFPaper` (`lrtf_paper.py`) wraps each selection in an `EarlyBinding` when made with `idle_only=True`. `PriorityLevels`
+(`schedule/levels.py`) adds, removes and asks, and `NextJobPredictor` (`schedule/ahead.py`) reads `bound_to` through
+`Scheduler` instead of asking a selection of its own.
 """
 
 from hydra_tune.schedule.policies.policy import JobView, Selection, SpeedAware
 
 
 class EarlyBinding:
-    """Wraps a selection, and asks the selection one unit ahead: a device's next job is chosen when a unit starts there.
+    """Wraps a selection, and asks the selection one unit ahead: a device's next job is chosen right after its present job.
 
-    The choice is among the jobs eligible at that moment, without the jobs bound to other devices. A bound job waits for
-    its device, even if another device becomes free. Only when no unbound job is left may another device take a bound
-    job, the earliest submitted first, because no device idles while a job waits.
+    The choice is among the jobs eligible at that moment, without the present job and the jobs bound to other devices. A bound
+    job waits for its device, even if another device becomes free. Only when no unbound job is left may another device take a
+    bound job, the earliest submitted first, because no device idles while a job waits.
     """
 
     def __init__(self, selection: Selection) -> None:

@@ -1,7 +1,8 @@
 """`Fair`: all jobs advance together.
 
 `make_policy` (`registry.py`) makes this policy for the name `"fair"`; `PriorityLevels` (`schedule/levels.py`) asks the
-policy's selection for a job for each idle device.
+policy's selection for a job for each idle device. The policy must keep no state: the selection has all state, because one
+policy may serve several schedulers.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from hydra_tune.schedule.policies.policy import IncrementalPolicy, JobView, Sele
 class Fair(IncrementalPolicy):
     """The eligible job with the smallest fraction of its time done, then the earliest submitted.
 
-    Jobs submitted together reach their halves and their ends together, whatever their lengths.
+    Jobs submitted together reach their halves and their ends nearly together, whatever their lengths.
     """
 
     def start(self) -> Selection:

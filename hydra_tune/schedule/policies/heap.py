@@ -1,7 +1,8 @@
 """`ViewHeap`: a heap of eligible jobs by a number, with lazy removal.
 
 Most policies here, such as `fifo.py` and `lpt.py`, keep the eligible jobs in a `Smallest` or a `ViewHeap`, and take the
-first job when asked about an idle device.
+first job when asked about an idle device. `lrtf.py` has heaps of its own. A heap takes no lock: one thread at a time calls its
+selection.
 """
 
 import itertools
@@ -17,7 +18,7 @@ _SPARE = 64  # a heap with fewer dead entries is not worth clearing
 class ViewHeap:
     """A heap with lazy removal: a removed entry stays until it reaches the top, or until most entries are dead.
 
-    Memory stays proportional to the number of jobs. Equal numbers are in the order of submission.
+    Memory stays proportional to the number of jobs, apart from `_SPARE` entries. Equal numbers are in the order of submission.
     """
 
     __slots__ = ("_entries", "_live", "_serial")

@@ -1,7 +1,8 @@
 """`LPT`: longest processing time first, whole trials without interleaving: the classical way.
 
 `make_policy` (`registry.py`) makes this policy for the name `"lpt"`; `PriorityLevels` (`schedule/levels.py`) asks the
-policy's selection for a job for each idle device.
+policy's selection for a job for each idle device. The policy must keep no state: the selection has all state, because one
+policy may serve several schedulers.
 """
 
 from collections import defaultdict
@@ -13,10 +14,10 @@ from hydra_tune.schedule.policies.policy import IncrementalPolicy, JobView, Sele
 
 @dataclass(frozen=True)
 class LPT(IncrementalPolicy):
-    """A device keeps its job until the job is over, and then takes the longest job that no device has.
+    """A device keeps its job until the job is over, and then takes the longest job that has not begun.
 
-    While a device's job waits for an answer, the device begins another job, and keeps that job from then on. Where
-    every eligible job belongs to a busy device, the longest of them moves to the idle device.
+    While a device's job waits for an answer, the device begins another job, and keeps that job from then on; the waiting job
+    comes next after that job. Where every eligible job has begun on another device, the idle device takes the longest of them.
 
     Source:
         Graham, Bounds on Multiprocessing Timing Anomalies (1969), section 5.
@@ -31,9 +32,9 @@ class _LPTSelection:
     holds_only_jobs = True
 
     def __init__(self) -> None:
-        self._begun_on: defaultdict[str, ViewHeap] = defaultdict(ViewHeap)  # by device, the latest job first
+        self._begun_on: defaultdict[str, ViewHeap] = defaultdict(ViewHeap)  # by last device, the latest turn first
         self._new = ViewHeap()  # jobs without a device, the longest first
-        self._begun = ViewHeap()
+        self._begun = ViewHeap()  # all jobs with a device, the longest first
 
     def add(self, view: JobView) -> None:
         """Add the job to its device's jobs, or to the jobs without a device."""

@@ -2,7 +2,8 @@
 
 `make_policy` (`registry.py`) makes this policy for the name `"lrtf"`, the default; `PriorityLevels`
 (`schedule/levels.py`) asks the policy's selection for a job for each idle device. `RepetitionSkipper`
-(`simulate/engine/repeats.py`) relies on a policy that remembers no choice and compares differences of remaining times.
+(`simulate/engine/repeats.py`) relies on a policy that remembers no choice and compares only differences of remaining times. All
+state is in the selection, because one policy may serve several schedulers.
 """
 
 import math
@@ -29,7 +30,7 @@ class ShardedLRTF(IncrementalPolicy):
     2. a job whose next shard is here, within half the slack of the longest job at hand;
     3. the longest job whose next shard is on no device.
 
-    Within each rule, the longest job comes first, then the earliest submitted. Without a frozen base, the chosen job is
+    Within rules 2 and 3, the longest job comes first, then the earliest submitted. Without a frozen base, the chosen job is
     shorter than the longest by at most twice the slack. Jobs on one frozen base go in a wavefront, as below. Without
     transfers, the makespan stayed within one unit plus the slack of the bound of `makespan_bound` in all random schedules
     tried.
@@ -55,10 +56,10 @@ class ShardedLRTF(IncrementalPolicy):
           jobs twice as often as the others, and move twice the bytes.
         * Wavefronts. Jobs on one frozen base (`Unit.base`) need the same parameters at the same place of their models, so
           a load of these parameters may serve all of them. A device whose last job has a base takes, among the jobs on
-          this base, the job with the nearest unit; jobs that last ran here, or have not run, come first, and the longest of
-          equals. So the jobs go through their models side by side, forward and backward, and a job at another place joins
-          as the others pass there. The device leaves the base when the longest of all jobs exceeds the longest on the base
-          by more than the slack.
+          this base, first the jobs that last ran here or have not run, then the job whose unit reads nothing of the base, then
+          the job with the nearest unit, and the longest of equals. So the jobs go through their models side by side, forward
+          and backward, and a job at another place joins as the others pass there. The device leaves the base when the longest
+          of all jobs exceeds the longest on the base by more than the slack.
         * Late binding. The paper chooses for the buffer while another unit still computes, among "Idle Models"; the
           longest job is usually running then, and is passed over again and again. Here the choice falls when the device
           is free, and the job that just ran is a candidate like any other.
@@ -132,7 +133,7 @@ class _LRTFSelection:
         if last is not None and last.shard_device not in (device, None):
             last = None
         at_hand = max((view.remaining_seconds for view in (here, nowhere) if view is not None), default=None)
-        # Nothing here is long enough, so the longest job comes over from its present device.
+        # Nothing at hand is long enough, so the longest job comes over from its present device.
         if at_hand is None or at_hand < longest.remaining_seconds - slack_seconds:
             return longest
         # Rules 1, 2 and 3 of `ShardedLRTF`.

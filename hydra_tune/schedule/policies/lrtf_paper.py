@@ -1,7 +1,9 @@
 """`LRTFPaper`: Sharded-LRTF as printed in the paper, for comparison.
 
-`make_policy` (`registry.py`) makes this policy for the name `"lrtf_paper"`; `PriorityLevels` (`schedule/levels.py`) asks
-the policy's selection for a job for each idle device. People import `LRTFPaper` from `hydra_tune.schedule`.
+`make_policy` (`registry.py`) makes this policy for the name `"lrtf_paper"`, as a heap and with late binding. `PriorityLevels`
+(`schedule/levels.py`) asks the policy's selection for a job for each idle device. `benchmarks/locality.py`,
+`benchmarks/decisions.py` and people make an `LRTFPaper` with other options. The choices must stay those of the paper, apart
+from the entries under Differs.
 """
 
 from collections.abc import Sequence

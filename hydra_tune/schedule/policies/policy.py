@@ -2,13 +2,14 @@
 
 The scheduler (`schedule/machine.py`) asks the policy for each unit of a job that has no other running unit, when the
 device is free and not earlier: bytes may have been prefetched, but no choice was made. Only a selection with `bound_to`
-(`early.py`) chooses earlier. `NextJobPredictor` (`schedule/ahead.py`) asks selections of its own, for predictions that
-bind nobody.
+(`early.py`) chooses earlier. `PriorityLevels` (`schedule/levels.py`) fills and asks the selections of the scheduler, and
+those of `NextJobPredictor` (`schedule/ahead.py`), whose predictions bind nobody. A policy needs no lock, because all calls
+come under the driver's lock or from its only thread.
 
 Note: two ways to write a policy. `Policy` is a single method that receives every eligible job on each call. A single
 method is enough for a few hundred jobs. `IncrementalPolicy` makes a `Selection`. A selection hears of each job that
 becomes eligible or ceases to be, and so can keep the jobs in order: the cost of a choice need not grow with the number
-of jobs. All policies of `registry.py` are incremental, and offer `choose`, too.
+of jobs. All policies in `POLICIES` (`registry.py`) are incremental, and offer `choose`, too.
 
 Note: priorities. `PriorityLevels` never asks for a job of lower priority while a job of higher priority is eligible, as
 each level has a selection of its own (`schedule/levels.py`), so no policy needs to look at priorities.
@@ -23,6 +24,8 @@ from hydra_tune.schedule.units import Unit
 
 class JobView(NamedTuple):
     """An eligible job: a unit is ready, none of the job's units runs, and the job is not stopped, waiting or paused.
+
+    For a prediction, `Scheduler.view_after` makes such a view of a running job, as of the end of its unit.
 
     Args:
         job: name of the job.
@@ -68,13 +71,14 @@ class Policy(Protocol):
     def choose(self, device: str, candidates: Sequence[JobView]) -> JobView:
         """Choose the next job of `device`.
 
-        The policy chooses a job, not a place: if the chosen job's shard is on another idle device of the same speed,
-        the unit goes there, and the scheduler asks about `device` again.
+        The policy chooses a job, not a place: the scheduler may start the unit on another idle device (`Scheduler._place`), and
+        then asks about `device` again. For a prediction, `device` is busy, the jobs claimed by other devices' buffers are no
+        candidates, and the running job is a candidate as of the end of its unit.
 
         Args:
             device: an idle device.
             candidates: every eligible job of the highest level (`schedule/levels.py`), at least one, in no particular
-                order. Under staggered admission, the jobs beyond the front are left out while the front has a job.
+                order. Under staggered admission, the jobs beyond the front are left out while the front has an eligible job.
 
         Returns:
             One of `candidates`.
@@ -85,8 +89,8 @@ class Policy(Protocol):
 class Selection(Protocol):
     """The eligible jobs of a level of a scheduler or predictor, in any structure that makes the choice quick.
 
-    A class with an attribute `holds_only_jobs` that is true says that an empty selection is like a new one; the scheduler may
-    then drop the empty selection of a priority.
+    A class with an attribute `holds_only_jobs` that is true says that an empty selection is like a new one; `PriorityLevels`
+    may then drop the empty selection of a level.
     """
 
     def add(self, view: JobView) -> None:

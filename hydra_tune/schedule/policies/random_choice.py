@@ -1,7 +1,8 @@
 """`RandomChoice`: any eligible job. The baseline that every policy has to beat.
 
-`make_policy` (`registry.py`) makes this policy for the name `"random"`; `PriorityLevels` (`schedule/levels.py`) asks
-the policy's selection for a job for each idle device.
+`make_policy` (`registry.py`) makes this policy for the name `"random"`, with seed 0; `PriorityLevels` (`schedule/levels.py`)
+asks the policy's selection for a job for each idle device. The module must not draw from Python's global stream, which is
+the user's.
 """
 
 import random
@@ -12,7 +13,7 @@ from hydra_tune.schedule.policies.policy import IncrementalPolicy, JobView, Sele
 
 @dataclass(frozen=True, kw_only=True)
 class RandomChoice(IncrementalPolicy):
-    """An eligible job, all equally likely, drawn from a stream determined by the seed and the events.
+    """An eligible job, all equally likely, drawn from a stream determined by the seed and the questions asked.
 
     Args:
         seed: seed of the stream.

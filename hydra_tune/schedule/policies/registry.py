@@ -2,7 +2,8 @@
 
 `ExecutorSettings` (`pool/runtime/settings.py`) makes the policy when an executor is made, `simulate/engine/simulator.py`
 at the start of a simulation, and `simulate/recorded/replay.py` at the start of a replay. `cli/sweep_file/sweep_model.py`
-checks the name in a sweep file, and `cli/commands/sweep.py` and `cli/commands/simulate.py` check the name of an option.
+and `cli/commands/sweep.py` check a name by `check_policy_name`, and `cli/commands/simulate.py` by `make_policy`. A built-in
+name goes before an installed package's. The module must not import a policy that needs torch.
 """
 
 import difflib
@@ -33,10 +34,10 @@ POLICIES: Mapping[str, Callable[[], IncrementalPolicy]] = MappingProxyType(
         "random": RandomChoice,
     }
 )
-"""Policy factories by name; `"lrtf"` is the default everywhere."""
+"""Policy factories by name; `"lrtf"` is the default of executors and simulations."""
 
 ENTRY_POINTS = "hydra_tune.policies"
-"""Entry point group in which installed packages register policies; each entry is called without arguments."""
+"""Entry point group in which installed packages register policies; each entry loads a callable without arguments."""
 
 
 def make_policy(policy: str | Policy) -> Policy:
@@ -50,7 +51,7 @@ def make_policy(policy: str | Policy) -> Policy:
         The policy.
 
     Raises:
-        ConfigError: an unknown name, or an object without `choose`.
+        ConfigError: an unknown name, an entry point that cannot be loaded, a class, or an object without `choose`.
     """
     if not isinstance(policy, str):
         return _checked(policy, f"policy must be one of {_quoted(list(POLICIES))} or an object")

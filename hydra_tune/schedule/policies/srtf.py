@@ -1,7 +1,8 @@
 """`SRTF`: shortest remaining time first, the rule of operating systems for short waits.
 
 `make_policy` (`registry.py`) makes this policy for the name `"srtf"`; `PriorityLevels` (`schedule/levels.py`) asks the
-policy's selection for a job for each idle device.
+policy's selection for a job for each idle device. The policy must keep no state: the selection has all state, because one
+policy may serve several schedulers.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from hydra_tune.schedule.policies.policy import IncrementalPolicy, Selection
 class SRTF(IncrementalPolicy):
     """The eligible job with the shortest remaining time, then the earliest submitted.
 
-    Results come as early as possible on average. The longest jobs are left to run side by side at the end; if there are
+    Results come early on average. The longest jobs are left to run side by side at the end; if there are
     fewer of them than devices, devices idle.
     """
 

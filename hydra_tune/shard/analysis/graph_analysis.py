@@ -1,10 +1,13 @@
 """Analyses a captured graph: results, lifetimes and overwrites of each node, and the positions of allowed cuts.
 
 A cut is a position between two nodes. A cut is allowed where the crossing values are plain tensors whose storages are
-not overwritten later behind the back of another value (see `_overwrite_hazards`). `PlanLibrary`
-(`shard/partition/plan_cache.py`) calls `analyse` after each capture; the pilot (`shard/cost/pilot.py`), the
-partitioners (`shard/partition/partitioner.py`) and the splitter (`shard/partition/subgraph.py`) read the
-`GraphAnalysis`.
+not overwritten later behind the back of another value (see `_overwrite_hazards`); in training, no cut follows the loss.
+`PlanLibrary` (`shard/partition/plan_cache.py`) calls `analyse` after each capture, and `shard/verify/sample_check.py` through
+the library. The pilot (`shard/cost/pilot.py`), the partitioners (`shard/partition/partitioner.py`), the splitter
+(`shard/partition/subgraph.py`), `shard/partition/plan.py`, `shard/partition/plan_request.py` and
+`shard/partition/shard_equivalence.py` read the `GraphAnalysis`. The pilot takes its inputs from `placeholders`, and
+`shard/cost/update_pilot.py` its stand-ins from `fake_like`. The analysis runs on fake tensors alone, and must not change
+the graph.
 """
 
 from collections import defaultdict
@@ -22,7 +25,7 @@ from hydra_tune.shard.capture.precision import autocast
 from hydra_tune.shard.capture.step_capture import CapturedStepGraph, StateSpec
 
 _RUNNING_STATISTICS = {
-    # Operators that overwrite `running_mean` and `running_var` without saying so in their schema: which argument says if.
+    # Operators that overwrite `running_mean` and `running_var` without saying so in their schema: which argument says so.
     "aten::batch_norm": "training",
     "aten::instance_norm": "use_input_stats",
     "aten::native_batch_norm": "training",
@@ -43,9 +46,9 @@ class GraphAnalysis:
     """Facts about a captured graph; positions count the nodes of `CapturedStepGraph.nodes`.
 
     Attributes:
-        values: node name -> the node's tensor; nodes that make tuples or nothing are missing.
+        values: node or placeholder name -> the tensor; nodes that make no single tensor are missing.
         cuts: positions of allowed cuts, ascending, without 0 and the end.
-        crossing_bytes: bytes of the values that cross each position.
+        crossing_bytes: for each position the bytes of the values that cross, each value with its whole storage.
         written_state: canonical names of the buffers overwritten by the step.
         written_values: position of an overwriting node -> all nodes that see the overwritten storage.
         stochastic: positions of the nodes that draw random numbers.
@@ -94,7 +97,7 @@ class _AnalysisInterpreter(CountedRandomOpFinder):
 
 
 def fake_like(mode: FakeTensorMode, spec: StateSpec) -> Tensor:
-    """Return a fake tensor of a parameter's or buffer's geometry; a leaf with gradients if the parameter has gradients."""
+    """Return a fake tensor of a parameter's or buffer's geometry; a leaf that requires gradients if the parameter does."""
     with mode:
         fake = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
     return fake.requires_grad_(spec.requires_grad)
@@ -261,11 +264,11 @@ def _crossings(nodes: list[fx.Node], values: dict[str, NodeTensorSpec]) -> tuple
 def _overwrite_hazards(
     captured: CapturedStepGraph, values: dict[str, NodeTensorSpec], writes: list[tuple[int, str]]
 ) -> set[int]:
-    """Positions where a cut would separate a value from its overwriter.
+    """Positions where a cut would separate a value from its overwriter to the harm of another use.
 
     A value that crosses a cut reaches the later shard as a separate tensor. If the later shard overwrites the value, no
     other crossing value may share the storage, because the other value would not see the change, and no node may read
-    the old value afterwards. A storage of the state must not be overwritten while a view of the storage crosses.
+    the value after the overwrite. A storage of an input of the graph must not be overwritten while a view of it crosses.
 
     Example: in `y = x.view(-1); x.add_(1); z = x + y`, no cut lies between the first two nodes, because `x` and `y` would
     cross as two tensors, and `y` would miss the addition.

@@ -1,10 +1,12 @@
-"""Refuses user code that adds, removes or replaces parameters or buffers of a module, by name.
+"""Refuses user code that adds, removes or replaces parameters or buffers of a module, or trains a frozen parameter.
 
 Parameters and buffers live in blocks and are known to the optimizer, so a forward must not add or replace any. A buffer
 replaced by a tensor of the same kind (`self.mean = 0.9 * self.mean + ...`) counts as overwritten: the step restores the
-original tensor (`step_module.settle_buffers`) before the check. `ModelState` (`train/state/model_state.py`) checks
-after the user's own code has run, `train/loop/plan_cache.py` when a value that the step reads has changed between two
-steps, and `shard/cost/eager_pilot.py` after each step that the pilot runs.
+original tensor (`settle_buffers` of `shard/capture/step_module.py`) before the check. `ModelState`
+(`train/state/model_state.py`) checks after the user's own code has run, `train/loop/plan_cache.py` when a value that the step
+reads has changed between two steps, and `shard/cost/eager_pilot.py` after each step that the pilot runs. `SingleTrial`
+(`train/single_trial.py`) has `ModelState` call `check_still_frozen` when a parameter thaws within a step. The module compares
+tensors by identity, and must not change a model.
 """
 
 from collections.abc import Mapping
@@ -40,7 +42,7 @@ def check_state(before: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def check_still_frozen(frozen: Mapping[str, Tensor]) -> None:
-    """Refuse parameters that start to train after the first step.
+    """Refuse frozen parameters that start to train where the trial cannot be planned anew.
 
     Gradients, optimizer state and their memory are planned for the parameters that require gradients at the start of a
     trial. Freezing such a parameter later, and thawing the parameter again, equals not using the parameter and needs no

@@ -1,7 +1,7 @@
 """Finds operators that only overwrite an existing tensor: on tensors without bytes such operators change nothing.
 
 `RehearsalFakeMode` (`shard/fake/fake_world.py`) and the pilot of updates (`shard/cost/update_pilot.py`) ask before each
-operator, and skip such operators.
+operator, and skip such operators. In doubt an operator must run, because memory made by a skipped operator does not count.
 """
 
 import functools

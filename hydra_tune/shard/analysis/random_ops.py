@@ -2,8 +2,9 @@
 
 `analyse` (`graph_analysis.py`) asks about each node of a new capture, and `opaque_call` (`shard/capture/opaque_call.py`)
 about each operator of a user's own Function. `rng_consumption.py` asks when the draws of a graph are counted, and
-`shard/verify/value_numbering.py` when a plan is checked. The modules of `fusion/` ask when graphs of trials are compared
-or stacked, and `planner/trace/step_graph.py` when a step is traced.
+`shard/verify/value_numbering.py` when a plan is checked. `fusion/matching/plan_diff.py` and the modules of `fusion/ragged/`
+read nodes' arguments or draws when graphs of trials are compared, `fusion/batching/batched_graph.py` when graphs are stacked,
+and `planner/trace/step_graph.py` when a step is traced. In doubt an operator counts as drawing.
 """
 
 from collections.abc import Mapping, Sequence

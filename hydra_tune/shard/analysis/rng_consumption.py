@@ -4,8 +4,8 @@ Batches that run side by side draw from separate streams; each stream begins at 
 The distance by which a batch moves the stream must therefore be known beforehand. Dropout moves the stream by the same
 distance at each run; other operators move the stream by their actual draws. The kind of each operator is found while
 the graph runs on fake tensors, from the primitives into which torch decomposes each operator. `analyse`
-(`graph_analysis.py`) runs each new capture once in a `CountedRandomOpFinder`; `cut_shard` (`shard/partition/subgraph.py`)
-then asks whether all random operators of a shard are counted.
+(`graph_analysis.py`) runs each new capture once in a subclass of `CountedRandomOpFinder`; `cut_shard`
+(`shard/partition/subgraph.py`) then asks whether all random operators of a shard are counted.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ _REGIONS = (
 
 @dataclass(slots=True, kw_only=True)
 class CountedRandomOps:
-    """Random operators of a graph.
+    """The counted random operators of a graph.
 
     Attributes:
         counted: random operators that move the generator by the same distance at each run.

@@ -1,13 +1,15 @@
 """Batches as trees: their tensor leaves, and the signature for which a capture is valid.
 
-The signature holds all that a graph bakes in: shapes, strides, dtypes, needs of gradients, containers and every plain
-Python value.
+The signature holds all of a batch that a graph bakes in: shapes, strides, dtypes, needs of gradients, containers and every
+plain Python value.
 
 `SingleTrial` (`train/single_trial.py`) flattens each batch before looking up a plan, `OwnCodeTrial`
 (`train/own_code_trial.py`) the pieces for which a plan may be found, `MemberBatchRequest` (`fusion/group/member.py`) each
-batch of a fused trial, and `PlanLibrary` (`shard/partition/plan_cache.py`) the batch for which a plan is made. Pilot runs
-(`shard/cost/eager_pilot.py`), checks (`shard/verify/`) and `train/data/index_gather.py` flatten batches as well. Checks and
-checkpoints compare tensors by `same_bits`.
+batch of a fused trial, and `PlanLibrary` (`shard/partition/plan_cache.py`) the batch for which a plan is made.
+`train/loop/plan_cache.py`, `train/loop/microbatch_choice.py`, `train/data/index_gather.py`, pilot runs
+(`shard/cost/eager_pilot.py`) and checks (`shard/verify/`) flatten batches as well. `capture` (`step_capture.py`) exports
+`plain_mappings` of a batch; `train/data/handles.py` and `train/loop/microbatches.py` move and cut batches by `rebuilt`. Checks,
+checkpoints and `train/state/block_store.py` compare tensors by `same_bits`.
 
 Note: threads. Any thread may flatten a batch: a lock covers the registration of dataclasses with torch alone.
 """

@@ -6,12 +6,14 @@ other threads run other kernels, which round differently. Captures therefore run
 trial's own code or a shard unit, passes the gate shared, and a capture passes the gate exclusively.
 
 `captured_graph` (`shard/partition/trial_step.py`) takes the gate exclusively for each capture, and so do `PlanLibrary`
-(`shard/partition/plan_cache.py`) for the measured run of a whole step, the traces of `fusion/` and `planner/`, and
-`packed` (`train/data/worker_parts.py`) for moving data to shared memory. The units of a batch
-(`train/loop/batch_units.py`) and a trial's own code between units (`train/trial.py`) take the gate shared.
-`MemberTrial` (`fusion/group/member.py`) builds, and draws a first batch, in `alone`. `undisturbed`
-(`shard/verify/process_state.py`) keeps others out of a plan check where the step reaches state that other trials share.
-Bursts (`train/loop/burst.py`) and user-written loops (`train/own_loop/loop_trial.py`) end a turn early if `is_wanted`.
+(`shard/partition/plan_cache.py`) for the measured run of a whole step and the first run of a compiled plan, the traces of
+`fusion/` and `planner/`, and `packed` (`train/data/worker_parts.py`) for moving data to shared memory. The units of a batch
+(`train/loop/batch_units.py`, `train/loop/training_batch.py`), fused units (`fusion/group/multi_step_unit.py`), a trial's own
+code between units (`train/trial.py`) and `train_plain` (`train/loop/reference_loop.py`) take the gate shared. `HydraExecutor`
+(`executor.py`) and `Job` (`pool/job.py`) wait in `left`. `MemberTrial` (`fusion/group/member.py`) builds and draws a first
+batch in `alone`, and undoes a build's changes in `exclusive`. `undisturbed` (`shard/verify/process_state.py`) keeps others out
+of a plan check where the step reaches state that other trials share. Bursts (`train/loop/burst.py`) and user-written loops
+(`train/own_loop/loop_trial.py`) end a turn early if `is_wanted`.
 
 Note: a thread inside the gate waits for nothing that a capture may hold, such as the lock of a `PlanLibrary`, except
 inside `left`; otherwise the capture and the thread would wait for each other for ever.

@@ -21,7 +21,7 @@ _TALKERS = ("torch.fx.experimental.symbolic_shapes", "torch.export")
 
 
 class _ThreadMutedStream:
-    """Passes on what other threads do with a stream, and drops writes of the thread that created the object."""
+    """Passes all on to a stream, apart from calls of `write` on the thread that created the object."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -79,7 +79,7 @@ def architecture_key(task: TrainTask, model: nn.Module) -> Hashable | None:
 
 
 def optimizer_key(optimizer: torch.optim.Optimizer) -> Hashable:
-    """Properties of an optimizer that decide its state and temporaries: class, group sizes and settings."""
+    """Properties of an optimizer that decide its state and temporaries: class, group sizes and settings that change memory."""
     groups = tuple(
         tuple(sorted((key, type(value).__name__, _switch(value)) for key, value in group.items() if key != "params"))
         for group in optimizer.param_groups
@@ -101,7 +101,7 @@ def _switch(value: object) -> str:
 
 def _module(module: nn.Module, seen: dict[int, int], depth: int, *, contents: bool) -> Hashable:
     """Return a module's key, including the values of its tensors if `contents` (constants of the graph)."""
-    # Numbers in the order of the first visit make shared modules and tied tensors part of the key.
+    # Numbers in the order of the first visit make tied tensors, and shared modules with tensors, part of the key.
     number = seen.setdefault(id(module), len(seen))
     if number < len(seen) - 1:
         return ("seen", number)

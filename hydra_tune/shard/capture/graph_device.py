@@ -2,11 +2,12 @@
 
 A capture records the device of each tensor that the step's code creates (`torch.arange(n, device=x.device)`), moves, or
 checks before a conversion, and the device type of each autocast region (`torch.autocast(x.device.type, enabled=False)`).
-A capture runs on the host, so the recorded device is the CPU, whatever device the code
-asked for. On another device, such nodes mean the other device, because the plain loop keeps its model, its batch and
-all results in a single place, too. `cut_shard` (`shard/partition/subgraph.py`) applies `placed` when a shard is cut;
-fused steps (`batched/joint_graph.py`, `fusion/batching/batched_graph.py`) and the interpreters of `planner/` convert
-graphs for the device likewise.
+A capture runs on the host, so the recorded device is the CPU, whatever device the code asked for. On another device, such
+nodes mean the other device, because the plain loop keeps its model, its batch and all results in a single place, too.
+`cut_shard` (`shard/partition/subgraph.py`) applies `placed` when a shard is cut, and `batched/joint_graph.py` to a traced
+step; `fusion/batching/batched_graph.py` and the interpreters of `planner/` move single nodes' arguments likewise.
+`own_functions.py` walks a graph by `bodies`. Workers of several devices call a placed graph at the same time, so the graph
+itself must not change.
 """
 
 import copy
@@ -27,11 +28,11 @@ def placed(
     make: Callable[[fx.GraphModule], Callable[..., Any]] = lambda module: module.forward,
     home: torch.device = torch.device("cpu"),  # noqa: B008 - a value
 ) -> Callable[..., Any]:
-    """Return a callable that runs a graph on the device of its operands; without operands, on the calling worker's device.
+    """Return a callable that runs a graph on the device of its first operand; without operands, on the calling worker's device.
 
     Args:
         module: the graph, which may name a device.
-        make: makes a callable of a graph; called at once for the graph itself, and once for each other device with operands.
+        make: makes a callable of a graph; called at once for the graph itself, and once for each other device at its first run.
         home: the device named by the graph.
     """
     here = make(module)
@@ -84,7 +85,7 @@ def _names_a_device(body: fx.GraphModule) -> bool:
 
 
 def _is_region_of_host(node: fx.Node) -> bool:
-    """Whether a node is an autocast region whose device type the step's code has read from a tensor of the capture."""
+    """Whether a node is an autocast region of the host, whose device type counts as read from a tensor of the capture."""
     return node.target is _AUTOCAST_REGION and node.args[0] == "cpu"
 
 

@@ -5,7 +5,8 @@ follow from the batch alone, the questions can be asked of every batch beforehan
 the same answers, and other batches have another plan. Questions about anything else (parameters, random numbers) are not
 answered here. `run_eager` (`shard/verify/step_outcome.py`) records a guard while a new plan is checked, and `ask`
 (`value_replay.py`) follows an eager run with a recorder alone. `shard/partition/plan_cache.py` and
-`train/loop/plan_cache.py` ask the guard before the plan serves another batch, inside the gate, because a guard computes.
+`train/loop/plan_cache.py` ask the guard before the plan serves another batch, inside the gate (`capture_lock.py`), because a
+guard computes. A guard must leave the batch as it is.
 """
 
 from collections.abc import Mapping, Sequence

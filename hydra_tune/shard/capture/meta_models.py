@@ -43,7 +43,7 @@ class BuildLimitTracker(StorageTracker):  # type: ignore[no-untyped-call]
         most_bytes: limit for all tensors alive at once.
 
     Raises:
-        BuildLimitError: raised from the operator that exceeds the limit, where known before it runs.
+        BuildLimitError: raised from the operator that exceeds the limit; before the operator runs, where its size is known.
     """
 
     def __init__(self, most_bytes: int) -> None:

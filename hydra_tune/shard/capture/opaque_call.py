@@ -4,6 +4,7 @@ A trace of the forward would lose the backward that the user has written. The no
 each time that the graph runs: a shard unit on real tensors, and the pilot on tensors without bytes. `own_functions.py`
 makes the nodes while a step is captured. `shard/partition/subgraph.py` reads `reads_state` of a shard's calls,
 `shard/cost/pilot.py` reads `keeps_tensors`, and `shard/partition/shard_equivalence.py` compares calls as operators.
+Several workers run one `OpaqueCall` at the same time, so a run must not change the object.
 
 `opaque_call` first runs forward and backward on tensors without values, and refuses a Function that does more than
 compute results from its arguments. A refused Function makes its model run whole.
@@ -42,7 +43,7 @@ class OpaqueCall:
         is_single: whether the Function returns a tensor, and no tuple.
         is_tensor: for each result of the Function, whether the result is a tensor, and not None.
         reads_state: whether the Function reads Python state, which may have changed before a batch that waits is run.
-        keeps_tensors: whether the Function keeps tensors beside those of `save_for_backward`. Nobody could move such
+        keeps_tensors: whether the Function may keep tensors beside those of `save_for_backward`. Nobody could move such
             tensors between a forward unit and its backward unit, so the backward unit computes the forward again.
     """
 
@@ -99,7 +100,7 @@ class OpaqueCall:
 def opaque_call(function: type[Function], arguments: Sequence[object], keywords: Mapping[str, object]) -> OpaqueCall:
     """Return the node's function for a call of a Function, after a trial of the call on tensors without values.
 
-    Of tensors among the arguments, only the geometry counts.
+    Of tensors among the arguments, only the geometry, the device and the need of gradients count.
 
     Raises:
         NotOpaqueError: the call must not be a node; the message says why.

@@ -3,8 +3,8 @@
 A call of the user's own Function becomes an `OpaqueCall`, a node that no cut divides. A reentrant checkpoint, which is a
 Function of torch, is left out: its region is captured like other code, as units compute their forward again anyway. Other
 Functions of torch's own are traced as usual. `capture` (`step_capture.py`) exports each step within `own_functions`, and
-calls `put_calls` there. `opaque_calls` lists a graph's calls for the cuts (`shard/partition/subgraph.py`,
-`shard/partition/plan_cache.py`), the pilot (`shard/cost/pilot.py`) and the checks (`shard/verify/step_outcome.py`).
+calls `put_calls` there. `opaque_calls` lists a graph's calls for the splitter (`shard/partition/subgraph.py`), `PlanLibrary`
+(`shard/partition/plan_cache.py`), the pilot (`shard/cost/pilot.py`) and the checks (`shard/verify/step_outcome.py`).
 
 Note: locks. `_CALLS` and the replaced `apply` belong to the whole process, so a capture holds the capture gate alone. On
 threads other than the capture's, `apply` works as ever.
@@ -69,7 +69,7 @@ class OwnFunctions:
         self._is_inside = False  # whether a Function runs, which may call others
         self._refusal: CaptureError | None = None
         self._gradients = _RegionGradients()
-        self._states: dict[type[Function], list[ValueHolder]] = {}  # what each Function reads, as at its first call
+        self._states: dict[type[Function], list[ValueHolder]] = {}  # what each Function may read, as at its first call
 
     def apply(self, function: type[Function], *arguments: Any, **keywords: Any) -> Any:
         """Call a Function."""

@@ -4,11 +4,12 @@ A capture inside autocast does not record autocast, so autocast is entered again
 In an eager step, a single region spans the whole forward. A parameter used by several operators is cast once, so its
 gradients are added in the low precision. Regions around pieces would cast the parameter once per piece. `share_casts`
 therefore puts the single cast into the graph, as a value that may cross cuts like any other value; parameters used
-once, except by a recurrent operator, are left to autocast. `cut_shard` (`shard/partition/subgraph.py`) wraps each new
+once, except by an operator in `_LOOPING`, are left to autocast. `cut_shard` (`shard/partition/subgraph.py`) wraps each new
 shard in `under_autocast`, and `captured_graph` (`shard/partition/trial_step.py`) calls `share_casts` after each
 capture. `train/loop/direct.py` and `shard/execute/eager_plan.py` run the user's own steps in `eager_autocast`; so do
 the checks and measurements of such steps (`shard/verify/step_outcome.py`, `shard/cost/eager_pilot.py`,
-`value_replay.py`). Stacked operators (`fusion/batching/`) use `autocast` and `without_autocast`.
+`value_replay.py`). Captures and `analyse` (`shard/analysis/graph_analysis.py`) run in `autocast`; stacked operators
+(`fusion/batching/`) use `autocast` and `without_autocast`.
 
 Note: torch keeps a process-wide cache of casts and clears the cache when any thread leaves a `torch.autocast` region.
 Regions of captured code neither use nor clear the cache, because other threads may be in eager code that relies on the
@@ -106,7 +107,7 @@ def under_autocast(
 
 
 def share_casts(captured: CapturedStepGraph, specs: dict[str, StateSpec], precision: Precision) -> None:
-    """Cast each trained float32 parameter of several low-precision operators, or of a recurrent one, once before the first."""
+    """Cast each trained float32 parameter of several low-precision operators, or of one in `_LOOPING`, before its first use."""
     if precision == "float32" or captured.mode != "train":
         return
     graph = captured.module.graph

@@ -1,14 +1,16 @@
 """Captures model and step as a flat graph of aten operators, by `torch.export(strict=False)`.
 
 The graph takes state, constants and batch tensors as inputs and holds no tensor of any trial, so a capture serves every
-trial of the same architecture. `captured_graph` (`shard/partition/trial_step.py`) calls `capture`; the pilot
-(`shard/cost/pilot.py`) and the splitter (`shard/partition/subgraph.py`) then read the `CapturedStepGraph` while a plan is
-made. The modules of `train/` and `fusion/` list a model's tensors by `named_state`, in the same order and under the same
-names. The names must not change, because saved checkpoints have the tensors under these names. Modules that refuse a step
-word the reason by `describe`.
+trial of the same architecture. `captured_graph` (`shard/partition/trial_step.py`) calls `capture`; the analysis
+(`shard/analysis/graph_analysis.py`), the pilot (`shard/cost/pilot.py`), the splitter (`shard/partition/subgraph.py`) and the
+makers of plans (`shard/partition/`) then read the `CapturedStepGraph`. The modules of `train/` and `fusion/` list a model's
+tensors by `named_state`, in the same order and under the same names. The names must not change, because saved checkpoints have
+the tensors under these names. Modules that copy a model, such as `shard/partition/trial_step.py` and `train/own_copy.py`,
+call `copied_model`. Modules that refuse a step word the reason by `describe`, and `train/explain.py` finds the
+user's line by `user_line`.
 
-Note: `capture` changes flags of torch, `Function.apply` and `sys.stderr` for the whole process, so the caller holds the
-gate (`capture_lock.py`) alone.
+Note: `capture` changes flags of torch, `Function.apply`, filters of warnings and `sys.stderr` for the whole process, so the
+caller holds the gate (`capture_lock.py`) alone.
 """
 
 import copy
@@ -71,7 +73,7 @@ class CapturedStepGraph:
         inputs: placeholder name -> index among the batch's tensors.
         outputs: names of the output nodes, in the order of `names`.
         names: names of the outputs: `("loss",)` or the metrics.
-        precision: precision of the run; casts are not part of the graph.
+        precision: precision of the run; of the casts, only those of `share_casts` are part of the graph.
         numbers: inputs that Python computes from numbers; None if there are none.
         files: files that the step has read.
     """
@@ -182,14 +184,14 @@ def capture(
 
 
 def describe(error: BaseException) -> str:
-    """Return the first line of an error, with the innermost line of code outside torch and hydra_tune."""
+    """Return the first line of an error, with the innermost line of the user's code (`is_user_file`)."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     line = user_line(error)
     return f"{type(error).__name__}: {text}" + (f" (at {line})" if line else "")
 
 
 def user_line(error: BaseException) -> str | None:
-    """Return `file:line: code` of the innermost frame outside torch and hydra_tune, or None."""
+    """Return `file:line: code` of the innermost frame of the user's code (`is_user_file`), or None."""
     foreign = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
     if not foreign:
         return None

@@ -8,7 +8,9 @@ checked, `value_replay.py` when answers are noted, and `shard/cost/eager_pilot.p
 is measured; `shard/execute/eager_plan.py` runs the module in each unit of such a step. A trial that runs the user's own
 code (`train/loop/direct.py`) needs `training_loss` and `evaluation_metrics` alone, and `train/loop/microbatches.py`
 takes `training_loss` alone. `train/loop/gradient_rules.py` and `shard/partition/gradient_rules.py` make the `objective`
-of a backward, and `shard/partition/trial_step.py` sets a model's mode. The module must not know budgets or cuts.
+of a backward, `fusion/compile/batched_plan.py` that of stacked members, and `shard/partition/trial_step.py` sets a model's
+mode. Units copy values for `finish=` by `on_host` (`train/loop/batch_units.py`, `fusion/group/group_step.py`). The module must
+not know budgets or cuts.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,13 +1,15 @@
 """Chooses for each shard whether its activations are kept for the backward (on the device or on the host) or recomputed.
 
 `PlanLibrary` (`shard/partition/plan_cache.py`) chooses when the cut of a new plan is known; `step_estimate.py` chooses
-likewise when a step's cost is predicted.
+likewise when a step's cost is predicted. `ShardPlanConstraints.room` (`shard/partition/budget.py`) makes the
+`ActivationBudget`.
 
 Note: the rule. Recomputing costs the time of the shard's forward. Keeping costs nothing while nothing else needs the
 room; otherwise the activations go to the host and come back, at the cost of two copies. With `"auto"`, a shard's
 activations are kept if keeping saves more seconds than two copies take, with no copy time hidden behind other work. The
 activations are also kept if keeping saves any time and all units of the trial fit beside all kept activations, so that
-the activations never move. Shards are tried from the last to the first, because the activations of the last shard wait
+the activations never move. All kept activations must also fit the trial's host memory. The shards that pay for their copies
+are tried first, then the others, in both cases from the last to the first, because the activations of the last shard wait
 for the shortest time. The pager handles kept activations like any other block.
 
 Source: the choice between swap and recompute of mu-TWO (section 4.3), for shards instead of tensors. Differs: idle
@@ -15,8 +17,8 @@ times are not weighed, because the pager spills the kept activations with the mo
 
 Differs, on GPUs: the host does not know the GPU's seconds when a plan is made. The plan recomputes, but keeps activations
 that never move. Once all units of the plan have run, `MeasuredActivationChoice` weighs the measured seconds of the forwards
-against the measured speed of copies, and `TrialPlanCache` (`train/loop/plan_cache.py`) goes on with the chosen plan. All
-choices give the same bits.
+against the measured speed of copies (`train/timing/shared_times.py` asks), and `TrialPlanCache` (`train/loop/plan_cache.py`)
+goes on with the chosen plan. All choices give the same bits.
 
 Note: no clock on CPU devices. The weighed seconds are estimates (`shard/cost/compute_estimate.py`,
 `devices/hardware/link.py`), equal on each run.
@@ -51,7 +53,7 @@ class ActivationBudget:
 
 
 def keeping(plan: ShardPlan, pilot: ShardPilot, wanted: Activations, room: ActivationBudget) -> ShardPlan:
-    """Return the plan with the activations of all shards kept, where keeping is possible and the units still fit a device.
+    """Return the plan with the activations of each shard kept where keeping is possible and the units still fit a device.
 
     `plan` recomputes everywhere.
 

@@ -1,4 +1,4 @@
-"""Estimates the time of a plan's units on a core from their arithmetic; decisions made before a run use no clock.
+"""Estimates the time of a plan's units on a core from their arithmetic, without a clock.
 
 `PlanLibrary` (`shard/partition/plan_cache.py`) estimates a new plan to choose the activations, or where the plan cannot
 be timed; `step_estimate.py` and `shard/partition/partition_planner.py` estimate candidates.
@@ -18,7 +18,7 @@ from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.verify.step_outcome import UnitSeconds
 
 _FLOPS_PER_SECOND = 2e10  # of float32 matrix products, of sizes usual for a single core
-_BYTES_PER_SECOND = 4e9  # written by operators other than products
+_BYTES_PER_SECOND = 4e9  # of operators' results, those of products included
 _NODE_SECONDS = 5e-6  # overhead of each operator, whatever its size
 _BACKWARD = 2  # times the arithmetic of the forward: a product per operand
 

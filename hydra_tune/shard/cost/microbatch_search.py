@@ -4,8 +4,8 @@ For each tried number, the step is cut as for training, packed anew where the po
 (`shard/partition/shard_size_search.py`), and simulated (`traffic_model.py`). `train/loop/microbatch_choice.py` calls
 `choose_count` on the first batch of a trial with `split_batches="auto"`, unless a similar trial has chosen before.
 `step_estimate.py` makes the `StepCostEstimate`, and `PlanLibrary` (`shard/partition/plan_cache.py`) keeps the choices.
-`train/loop/microbatches.py` and `shard/partition/partition_planner.py` ask `whole_batch_layer`, and `SingleTrial` asks
-`divisors`.
+`train/loop/microbatches.py` and `shard/partition/partition_planner.py` ask `whole_batch_layer`, and `SingleTrial`
+(`train/single_trial.py`) asks `divisors`.
 
 Note: the rule. The numbers are divisors of the batch size, so that all pieces are equal and share a plan. The fewest
 pieces that fit are taken, a whole batch first, unless a step in more pieces is expected to be clearly shorter. Then the
@@ -14,7 +14,7 @@ compared (on GPUs, or for a model that runs whole), the bytes moved by a step st
 
 Note: no clock. The number is part of the computation, because another number rounds sums in another order. The choice
 therefore uses the pilot and the estimates of `compute_estimate.py` and `devices/hardware/link.py`, equal on each run,
-and never a measurement.
+and never a measured time.
 
 Source: the tuner of Harmony (Li et al., sections 3 and 4). Differs: forward and backward use the same number, because a
 backward continues from its own piece's values, which would have to be cut or joined between the two.

@@ -10,7 +10,8 @@ state. The traffic of both is simulated (`traffic_model.py`) and converted to se
 measured once. The host's own time is the time of the user's optimizer, tried on a stand-in, but not less than the time
 for the touched bytes at the speed of the host's memory, measured once. Updates on the host overlap with the following
 backward units if there is a free core and no update waits for all gradients; the last update never overlaps. The
-placement with the shorter expected step is chosen, and the device if both are about equal.
+placement with the shorter expected step is chosen, and the device if both are about equal. Without such a comparison, updates
+run on the host if no cut fits with updates on the device, and on the device if nothing of a step would move.
 
 Note: unknowns. The times of a GPU's units are unknown on the host and small compared with the copies, so the times are
 left out, and so is a GPU's own update. On CPU devices the times of units are estimated, and an update takes the same
@@ -121,7 +122,7 @@ def choose_placement(
 def update_seconds(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float:
     """Seconds of an optimizer's update on the host, on a single core, per byte of parameters.
 
-    The time is measured on a stand-in for the largest parameter. The optimizer is only read.
+    The time is measured on a stand-in for the largest parameter, inside the capture gate. The optimizer is only read.
     """
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     largest = max((p for p in parameters if id(p) in groups), key=lambda p: p.numel(), default=None)

@@ -7,9 +7,11 @@ itself are the known exception: fake kernels do not show such workspaces, and `w
 recurrent layers.
 
 `PlanLibrary` (`shard/partition/plan_cache.py`) makes a `ShardPilot` for each captured step, and the partitioners
-(`shard/partition/partitioner.py`) ask the pilot for the cost of each candidate shard. The modules of `shard/cost/` and
-`fusion/` read the `ShardCost` of a shard. `StorageTracker` also follows real runs: the steps of a trial's own code
-(`train/loop/workspace_tracker.py`), and the building of a model (`shard/capture/meta_models.py`).
+(`shard/partition/partitioner.py`) ask the pilot for the cost of each candidate shard. `shard/partition/partition_planner.py`,
+`shard/partition/plan.py`, `activation_policy.py` and `compute_estimate.py` ask about chosen cuts. The modules of `shard/cost/`,
+`train/` and `fusion/` read the `ShardCost` of a shard. `StorageTracker` also follows other runs: updates (`update_pilot.py`),
+steps without a graph (`eager_pilot.py`), the steps of a trial's own code (`train/loop/workspace_tracker.py`), and the building
+of a model (`shard/capture/meta_models.py`). A pilot of fake tensors must read no value.
 
 Source: HYDRA section 4.1, the pilot runs of Algorithm 1. Differs: in the paper, an out-of-memory error of a real pass
 is the signal.
@@ -315,7 +317,7 @@ class ShardPilot:
         return other
 
     def cost(self, first: int, last: int) -> ShardCost:
-        """Return the bytes of the shard of nodes `first` to `last`; measured once."""
+        """Return the bytes of the shard of the nodes from `first` up to, not including, `last`; measured once."""
         key = (first, last)
         if key not in self._costs:
             self._costs[key] = self._measure(first, last)
@@ -342,7 +344,7 @@ class ShardPilot:
         )
 
     def try_forward(self, shard: ShardGraph) -> int:
-        """Run a shard's forward on fake tensors; return the total bytes of all results of its nodes."""
+        """Run a shard's forward on fake tensors; return the total bytes of its nodes' tensors, views included."""
         operands = self._operands(shard)
         with self._mode:
             compute.forward(shard, operands, self._needs_gradient(shard) if self._captured.mode == "train" else None)
@@ -376,7 +378,7 @@ class ShardPilot:
         return self._cost_with(runs, alike, first)
 
     def least_bytes(self, first: int, last: int) -> int:
-        """Return what the shard needs at least: parameters, gradients and optimizer state, known without a run."""
+        """Return what the shard needs at least: parameters, gradients and optimizer state, without a run of its nodes."""
         no_runs = _CandidateRunBytes(forward=0, backward=0, handed_bytes=0, value_bytes=0, input_bytes=0)
         return self._cost_with(no_runs, self._signature(first, last), first).peak_bytes
 

@@ -48,7 +48,7 @@ def foreseen(packer: ShardPartitionPlanner, request: ShardPlanRequest, step: Cap
 
 
 def foreseen_whole(packer: ShardPartitionPlanner, task: TrainTask, plan: ShardPlan) -> StepCostEstimate:
-    """Predict the cost of a step of a model that runs whole, with activations spilled within its units."""
+    """Predict the cost of a step of a model that runs whole, with activations spilled within its units if the plan spills."""
     (cost,) = (shard.cost for shard in plan.shards)
     habits = packer.habits(task, plan)
     traffic = step_traffic([cost], packer.budget.budget_bytes, habits)

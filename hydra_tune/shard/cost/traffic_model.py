@@ -26,8 +26,8 @@ class StepTraffic:
     """Traffic of a step.
 
     Attributes:
-        nbytes: bytes copied to and from the device, without the batches themselves.
-        copies: number of block copies.
+        nbytes: bytes copied to and from the device, without the batches and constants themselves.
+        copies: number of block copies, likewise.
         units: number of forward, backward and update units of the step.
     """
 

@@ -3,7 +3,7 @@
 The module makes stand-ins without calling a constructor, so a user's class is measured as well. `PlanLibrary`
 (`shard/partition/plan_cache.py`) makes a pilot for each training step that needs a plan, and the optimizer checks in
 `shard/verify/`, `update_seconds` (`optimizer_placement.py`) and rehearsals (`train/timing/fake_trial.py`) step stand-ins
-made by this module. `shard/execute/eager_plan.py` makes a pilot for a step that is never captured. `ModelState`
+made by this module. `shard/execute/eager_plan.py` makes a pilot for a trial of the user's own code. `ModelState`
 (`train/state/model_state.py`) and `fusion/matching/fusion_key.py` ask here about a user's own `zero_grad`.
 
 Note: stand-ins. A step of a stand-in must change nothing of the trial: a stand-in has parameters, state and containers of
@@ -155,7 +155,7 @@ def _measured(
 ) -> tuple[int, int, int]:
     """Measure by the quickest way that works.
 
-    Small tensors are real tensors, large tensors stand-ins without bytes, and real tensors where no such step works.
+    Parameters that are small together are real tensors. Others are stand-ins without bytes, or real where no such step works.
     """
     nbytes = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name, _ in members)
     ways: tuple[_Make, ...] = (_meta_leaf, partial(fake_like, RehearsalFakeMode())) if nbytes > _SMALL_BYTES else ()

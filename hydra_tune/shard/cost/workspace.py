@@ -1,9 +1,9 @@
 """Adds memory that fake tensors do not show.
 
 The recurrent layers of oneDNN keep a workspace from forward to backward. Only oneDNN knows the size: on fake tensors
-the workspace is empty, and the pilot would count several times too little. The size is therefore measured once per
-geometry, by a run with zeros. `StorageTracker` (`pilot.py`) calls `with_workspace` after each operator of a measured
-run.
+the workspace is empty, and the pilot would count several times too little. The size is therefore measured for each
+geometry, by a run with zeros, and kept. The backward's gradients of the two biases are a single fake tensor, and count as
+two. `StorageTracker` (`pilot.py`) calls `with_workspace` after each operator of a measured run.
 """
 
 import functools

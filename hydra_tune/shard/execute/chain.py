@@ -3,11 +3,11 @@
 Training runs F0 .. F(K-2), then B(K-1), B(K-2) .. B0. The last shard has no forward unit, because its backward unit
 includes the forward. A forward unit puts the values that cross cuts into the store. If the plan keeps the shard's
 activations, the unit also stores the tensors saved by autograd, and the chain holds the graph for the backward unit.
-Otherwise the backward unit computes its shard a second time, with gradients. To reproduce the same values, a forward
-unit first saves the generator's state, and the buffers that its shard uses and that this or a later shard overwrites.
-The recompute starts from the saved buffers, and its own changes of buffers are thrown away, so BatchNorm counts once.
-`BatchUnits` (`train/loop/batch_units.py`) makes a `ShardChain` for each batch that runs as units, and `run_plan`
-(`shard/verify/step_outcome.py`) for each check of a plan.
+Otherwise the backward unit computes its shard a second time, with gradients. To reproduce the same values, a training
+forward unit first saves the generator's state if its shard draws, and the buffers that its shard uses and that this or a
+later shard overwrites. The recompute starts from the saved buffers, and its own changes of buffers are thrown away, so
+BatchNorm counts once. `BatchUnits` (`train/loop/batch_units.py`) makes a `ShardChain` for each batch that runs as units, and
+`run_plan` (`shard/verify/step_outcome.py`) for each check of a plan.
 
 Note: undo. The inputs of a unit stay unchanged until the unit has all its results (`ChainStore.settle`), except
 buffers, of which there is a copy (`buffers_before`), and storages kept by a graph and freed during the backward. A unit
@@ -19,7 +19,8 @@ unit would leave devices idle. Such a unit drops the graph and recomputes. All C
 autograd, so there the graph works everywhere. For this reason a forward unit that keeps its graph also saves the inputs
 of a recompute.
 
-A value's key in the store is its name. The modules of `train/` and `fusion/` find gradients by the keys made here.
+A value's key in the store is its name. The modules of `train/` and `fusion/` find gradients by the keys made here. A chain
+takes no lock: the unit that calls holds the gate and the unit's blocks.
 """
 
 from collections.abc import Sequence
@@ -212,7 +213,7 @@ class ShardChain:
     def backward(self, index: int, generator: RandomGenerator) -> None:
         """Run a backward unit; the gradients of parameters go to `parameter_gradient_key`.
 
-        The values under `earlier_gradient_key` are added to complete gradients.
+        Each complete gradient is added to the value under `earlier_gradient_key`, if there is one.
         """
         shard = self.plan.shards[index]
         if not self.has_forward(index):

@@ -2,8 +2,8 @@
 
 Note: gradient order. Autograd adds the gradients of a value's uses in the reverse order of the uses, so a value used in
 several shards gets the sum of the later shards first. To add in the same order, a shard's backward takes the sum
-accumulated by later shards as one more root, before any root of the shard itself. The same holds for a parameter used
-by several shards. Adding the sum afterwards would change the last bits.
+accumulated by later shards as one more root: autograd takes all roots before any node of the shard runs. The same holds for a
+parameter used by several shards. Adding the sum afterwards would change the last bits.
 
 Note: one backward for two forwards. A forward unit may keep its graph; the leaves of the graph then stand for the
 live-ins and parameters until the backward unit. The leaves are tensors of the step alone, and hold no memory between the
@@ -14,8 +14,8 @@ starts from the same roots in the same order and meets the same nodes with the s
 tensors before a step is cut. `MemoizedShardExecutor` (`shard/fake/fake_memo.py`) and the runners of a fused group
 (`fusion/compile/batched_plan.py`, and `fusion/compile/cuda_graph_steps.py` for recorded steps) take the module's place in a
 plan (`ShardPlan.computing`). The functions here run the shards that such a runner leaves. The modules of `fusion/`,
-`planner/` and `batched/` pass tensors as `ShardOperands`. The functions do not know the places of tensors, and take no
-lock: a unit enters the gate and holds its blocks before the call.
+`planner/` and `batched/` pass tensors as `ShardOperands`, and `train/loop/direct.py` asks `rounds_otherwise_under_modes`. The
+functions do not know the places of tensors, and take no lock: a unit enters the gate and holds its blocks before the call.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ class IncomingGradients:
     """Gradients that later shards hand to a shard's backward.
 
     Attributes:
-        outputs: gradient of each live-out; None stands for the loss itself, whose objective is a root of the backward.
+        outputs: gradients by live-out, where there is one; None stands for a loss, whose objective is a root of the backward.
         live_in: gradients of live-ins also used by later shards, by name.
         parameters: gradients of parameters also used by later shards, by name.
     """

@@ -5,7 +5,9 @@ parameters and buffers, the unit spills the activations from forward to backward
 `PlanLibrary` (`shard/partition/plan_cache.py`) calls `whole_plan` for a step without a graph, whose units then run the
 user's code eagerly in an `EagerStep`. `SingleTrial` (`train/single_trial.py`), `train/own_code_trial.py` and a forecast
 (`pool/dry_run/report.py`) ask `uncaptured` whether the user's own code may run unchanged;
-`train/own_loop/loop_trial.py` asks `state_plan` for the bytes of such a trial.
+`train/own_loop/loop_trial.py` asks `state_plan` for the bytes of such a trial. `train/loop/batch_units.py` and rehearsals
+(`train/timing/fake_trial.py`) know a step of this path by its `EagerStep`. `PlanLibrary` holds the gate alone while
+`whole_plan` measures; `uncaptured` and `state_plan` must run none of the user's code.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """Takes tensors saved by autograd out of a forward unit's graph, and keeps the tensors as values until the backward.
 
 `taped_forward` (`compute.py`) makes a `KeptActivations` for each forward unit that keeps its graph, and `ShardTape` there
-settles and presents the tensors. The pilot (`shard/cost/pilot.py`) catches `NotKeepableError`, and such a shard is
-recomputed.
+settles and presents the tensors; `ShardChain` (`chain.py`) keeps the storages between both. The pilot (`shard/cost/pilot.py`)
+catches `NotKeepableError`, and such a shard is recomputed.
 
 Note: places of saved tensors. Most saved tensors are views of the unit's operands: parameters, buffers, the batch,
 values of earlier shards. The graph refers to such a tensor by the position of the operand, and reads the operand at its

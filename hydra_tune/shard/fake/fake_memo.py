@@ -1,8 +1,9 @@
 """Runs a unit on tensors without bytes once, and remembers the geometry of the results: the steps of a rehearsal repeat.
 
-The results of a graph depend only on the geometry of its operands: sizes, strides, and common storages.
-`TrialRehearsal` (`train/timing/fake_trial.py`) puts a `MemoizedShardExecutor` into a captured plan before the trial's
-steps are rehearsed. A key names a shard by its nodes alone, so an executor must serve a single plan.
+The results of a graph depend only on the geometry of its operands: sizes, strides, types, needs of gradients, and common
+storages. `TrialRehearsal` (`train/timing/fake_trial.py`) puts a `MemoizedShardExecutor` into a captured plan before the trial's
+steps are rehearsed. A key names a shard by its nodes alone, so an executor must serve a single plan. The module takes no lock,
+because a forecast rehearses on one thread.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -109,7 +110,7 @@ class MemoizedShardExecutor:
         key = ("taped", shard.first, shard.last, needs_gradient)
         results = self._once(key, operands.all, run)
         flats = {int(number): flat for number, flat in _taken(results, "kept").items()}
-        # A remembered forward has no graph: the tape runs the forward again only if the backward is not remembered.
+        # No graph is kept: the tape runs the forward again, and only if the backward is not remembered.
         return _taken(results, "output"), _MemoizedShardTape(self, flats, tape)
 
     def backward(

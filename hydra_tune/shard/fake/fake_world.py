@@ -1,8 +1,8 @@
 """`RehearsalFakeMode`: a world of tensors with sizes but no bytes, in which code that reads values can run as well.
 
 `pool/dry_run/report.py` makes the rehearsed trials in this mode, and `PoolRehearsal` (`pool/dry_run/executor.py`) runs
-all units of a rehearsal in the same mode. The pilot of updates (`shard/cost/update_pilot.py`) steps large stand-ins on
-tensors of this mode.
+all units of a rehearsal in the same mode. The pilot of updates (`shard/cost/update_pilot.py`) steps large stand-ins, which
+cannot be stepped on `meta`, on tensors of this mode. A mode serves one thread: the count of reads has no lock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ class EndlessReadError(Exception):
 class RehearsalFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Mode in which new tensors have sizes but no bytes. Rehearsals are made and run inside the mode.
 
-    Every read of a value returns 1: losses and norms are finite, and an optimizer can divide by its counters. Code that
-    reads values without end, like a loop that waits for another value, is stopped by `EndlessReadError`.
+    Every read of a value returns 1, or True: losses and norms are finite, and an optimizer can divide by its counters.
+    Code that reads values without end, like a loop that waits for another value, is stopped by `EndlessReadError`.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,10 @@
 """`GeometryFakeMode`: fake tensors for repeated runs of the same operators, which cost a fraction of torch's own.
 
-The pilot (`shard/cost/pilot.py`) runs hundreds of candidate shards of a step, whose operators and geometries recur. Torch
-remembers the results of an operator on fake tensors, too, but spends most of the time on its key. The key here holds
-the geometry of plain fake tensors alone, and the memory lasts as long as the mode. Operators that write, and results
-that are neither new memory nor a view of the first operand, take torch's own way.
+The pilot (`shard/cost/pilot.py`) makes a mode for each captured step, and runs hundreds of candidate shards of the step, whose
+operators and geometries recur. Torch remembers the results of an operator on fake tensors, too, but spends most of the time
+on its key. The key here holds the geometry of plain fake tensors and plain values alone, and the memory lasts as long as the
+mode. All other operands, operators that write, and results that are neither new memory nor a view of the first operand take
+torch's own way.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

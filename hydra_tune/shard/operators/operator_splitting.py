@@ -4,9 +4,9 @@
 model and building the optimizer, so that both train the same pieces. The model and its parameter groups are made while
 the model is whole, so the model draws the same numbers and keeps its own names. Then the pieces replace the whole
 parameters, in the modules and in the groups. Both check the optimizer (`SplitOperators.check`) before the first step, and
-restore the model at the end.
+restore the model at the end. A refusal leaves the model whole.
 
-Example: `split_operators={"head": 4}` turns the weight of `head`, of shape `(vocabulary, width)`, into four parameters
+Example: `split_operators={"head": 4}` turns the weight of a Linear `head`, of shape `(vocabulary, width)`, into four parameters
 of about `(vocabulary / 4, width)` each, which may lie in different shards.
 """
 

@@ -1,8 +1,9 @@
 """`ShardPlanConstraints`: the constraints of plans.
 
 `budget_of` (`pool/runtime/cut_budget.py`) makes the constraints when a pool opens. `ShardPartitionPlanner`
-(`partition_planner.py`) follows the constraints in each cut, and `shard/execute/eager_plan.py` asks them whether the user's
-own code fits.
+(`partition_planner.py`) follows the constraints in each cut, `PlanLibrary` (`plan_cache.py`) when a plan is made and checked,
+and `shard/execute/eager_plan.py` asks them whether the user's own code fits. The constraints stay as they are for the pool's
+life: plans of equal keys are shared under them.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ class ShardPlanConstraints:
     Args:
         budget_bytes: memory of the smallest device.
         buffer_fraction: part of the memory kept free beside a running shard; nothing is kept free if the whole model
-            fits. "auto": the smallest buffer that holds the parameters of any shard, so that all next blocks can be
+            fits. "auto": the smallest buffer tried that holds the parameters of any shard, so that all next blocks can be
             sent ahead.
         alignment: bytes to which the devices align allocations.
         num_shards: see `ShardPartitioner.partition`.

@@ -1,8 +1,10 @@
 """Rules of a task for gradients, as far as the rules decide the bytes of units.
 
-The pilots (`shard/cost/pilot.py`, `shard/cost/eager_pilot.py`) measure units by these rules before a plan exists, and
-`key_of` (`plan_request.py`) puts the rules into the key of a training plan. Each option of a task that changes the bytes of
-gradients must enter the rules, because trials of equal rules share plans.
+The pilots (`shard/cost/pilot.py`, `shard/cost/eager_pilot.py`) measure units by these rules before a plan exists,
+`partition_planner.py` and `shard/execute/eager_plan.py` follow the rules in cuts and whole plans, and `key_of`
+(`plan_request.py`) puts the rules into the key of a training plan, as a forecast (`pool/dry_run/report.py`) does into a key of
+its own. Each option of a task that changes the bytes of gradients must enter the rules, because trials of equal rules
+share plans.
 """
 
 from dataclasses import dataclass

@@ -2,10 +2,12 @@
 
 The algorithm is greedy: a shard takes as many nodes as fit the device beside the reserved buffer; the smallest device
 decides for all devices. Differs from the paper: a candidate is measured on fake tensors instead of run until failure;
-among the last cuts that fit, the cut with the fewest crossing bytes is taken, because crossing bytes travel twice per
-step; and a model that fits whole becomes a single shard without a buffer. `ShardPartitionPlanner`
-(`partition_planner.py`) runs the algorithm on each captured step, once for each tried place of the updates and size of the
-buffer. The module must not choose the buffer, and cuts only at positions that `GraphAnalysis` allows.
+cuts between blocks of the model come before cuts inside a block; among the last cuts that fit, the cut with the fewest
+crossing bytes is taken, because crossing bytes travel twice per step; and a model that fits whole becomes a single shard
+without a buffer. `ShardPartitionPlanner` (`partition_planner.py`) runs the algorithm on each captured step, once for each tried
+place of the updates and size of the buffer. `executor.py` and `pool/runtime/settings.py` take `NumShards` from here. The module
+must not choose the buffer, and cuts only at positions that `GraphAnalysis` allows. The module takes no lock: a `PlanLibrary`
+(`plan_cache.py`) cuts under its own lock, and only a forecast asks for the `least_budget` of a plan later.
 
 Note: candidates. A bisection from the middle of the remaining nodes would ask mostly about candidates that are far too
 large and therefore slow to measure. `_CandidatePilot` measures candidates from the shortest on, and stops at the first
@@ -85,12 +87,13 @@ class ShardPartitioner:
 
         Args:
             num_shards: None for shards as large as fit; a number for as many shards, or more if the shards do not fit;
-                "layer" for a shard per layer, with a cut wherever the module changes; "tuned" as None, as a start for
+                "layer" for a shard per layer, with each allowed cut where the module changes; "tuned" as None, as a start for
                 `choose_packing`.
             boundaries: positions of mandatory cuts, e.g. the cuts of another capture of the same model.
 
         Raises:
-            BudgetError: a part that cannot be cut further does not fit; the message names a sufficient budget.
+            BudgetError: a part that cannot be cut further does not fit; if the partitioner explains, the message names a
+                sufficient budget.
             ConfigError: `num_shards` is not from 1 to the number of possible shards.
         """
         try:
@@ -102,7 +105,7 @@ class ShardPartitioner:
             raise self._refusal(first, last, self.smallest_budget(num_shards, boundaries)) from None
 
     def packed(self, most_bytes: int) -> list[int] | None:
-        """Partition into shards of at most `most_bytes` each; None if some part cannot be cut so small."""
+        """Partition into shards that fit and need at most `most_bytes` each; None if some part cannot be cut so small."""
         capacity, self._capacity = self._capacity, min(most_bytes, self._capacity)
         try:
             return [0, *self._fill(0, self._end)]
@@ -319,7 +322,9 @@ class ShardPartitioner:
 
 
 class _CandidatePilot(ShardPilot):
-    """Measures candidates from the shortest on, and none beyond a candidate over the limit.
+    """Measures candidates from the shortest on, and none beyond a candidate over the limit, apart from expected candidates.
+
+    Of the base, only `cost` works here; other facts come from the pilot given.
 
     Args:
         pilot: measures candidates and keeps the results.
