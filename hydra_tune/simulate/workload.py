@@ -146,7 +146,7 @@ def equal_devices(
     num_nodes: int = 1,
     speeds: Sequence[float] = (1.0,),
 ) -> tuple[SimulatedDevice, ...]:
-    """Make devices that differ in speed alone, spread over nodes in parts as equal as possible.
+    """Make devices that differ in name, speed and node alone, spread over nodes in parts as equal as possible.
 
     Args:
         num_devices: number of devices.

@@ -2,7 +2,8 @@
 
 A trial claims the module, the optimizer, and the memory of the parameters. Untrained memory may be shared, such as the frozen
 vectors of an embedding in a dozen trials. `Trial` (`trial.py`) makes the claim as soon as the module is built, or `LoopTrial`
-(`own_loop/loop_trial.py`) once the loop has registered the module, and gives the claim up when the trial is closed.
+(`own_loop/loop_trial.py`) once the loop has registered the module, and gives the claim up when the trial is closed. The pool
+sets `is_ending` through `Trial.set_ending`.
 `TensorGroups` (`state/tensor_groups.py`) notes parameters whose last values were given up (`note_lost`).
 
 Note: a new claim may wait up to a minute for each trial that is ending. The wait leaves the capture gate, and holds no lock.
