@@ -6,7 +6,7 @@
 
 Note: trials of one key share a plan without a comparison with the eager step. So each fact of a trial that decides its
 plan, or whether the plan is right, must enter `key_of`, or be checked for each trial (by `PlanLibrary.prepare` for the
-optimizer, else by `train/loop/plan_cache.py`).
+optimizer, else by `train/loop/plan_cache.py` and `fusion/group/member.py`).
 """
 
 from collections.abc import Hashable

@@ -11,11 +11,11 @@ numbers of that moment (`NumberInputs`). `PlanLibrary` (`shard/partition/plan_ca
 Example: for `kl * min(1.0, state["step"] / 100)` the place is `state["step"]`, the graph's input is the quotient, and
 the plan serves as long as the quotient stays below 1.
 
-Note: what Python learns about a number. A comparison, an index, a text or a function of an extension module takes the
-number itself. Its answer is noted, or that it is an error, and the plan serves only numbers that give the same answer.
-Only sums, differences, products and quotients of a number and a tensor in float32 or float64 become operators, because
-only there the bits cannot depend on whether a number or a tensor of one element is given. Quotients with a number below do so
-only where `NumberInputTracer.divides`.
+Note: what Python learns about a number. A comparison, an index, a text or a function of an extension module takes the number
+itself. Its answer is noted, or that it is an error, and the plan serves only numbers that give the same answer. Only sums,
+differences, products and quotients of a number and a tensor in float32 or float64 become operators, because only there the bits
+cannot depend on whether a number or a tensor of one element is given. Quotients by a number do so only where
+`NumberInputTracer.divides`.
 
 Note: threads. The capture runs inside `GATE.exclusive`, because `traced_numbers` replaces functions of `math` for the process.
 """

@@ -12,14 +12,14 @@ again, and `shard/partition/plan_cache.py` asks for its `numbers`. The `digest` 
 (`shard/partition/plan_request.py`). `shard/capture/step_capture.py` puts traced numbers in the place of numbers that a graph
 takes as inputs (`replaced`).
 
-`PythonStateUndo` undoes forecasts (`pool/pool.py`), timings (`fusion/matching/group_timing.py`), steps of the user's own
-that run again (`train/loop/direct.py`), steps of stand-ins (`shard/cost/update_pilot.py`) and builds
-(`fusion/group/member.py`). `TaskStateGuard` lets a trial begin again (`train/trial.py`, `pool/checkpointing/writer.py`),
+`PythonStateUndo` undoes forecasts (`pool/pool.py`), timings (`fusion/matching/group_timing.py`), steps of the user's own that
+run again (`train/loop/direct.py`), steps of stand-ins (`shard/cost/update_pilot.py`) and builds (`fusion/group/member.py`).
+`TaskStateGuard` lets a trial begin again (`train/trial.py`, `pool/checkpointing/writer.py`),
 `train/checkpoint/python_changes.py` compares the `digests` of such a guard with those of a checkpoint, and
-`shard/cost/update_pilot.py` asks `tasks_of`. The functions at the
-end refuse steps: `train/loop/plan_cache.py` and `pool/fusion/group_matcher.py` call `check_kept` and `check_gradients`,
-`shard/partition/trial_step.py` calls `check_own_copy`, and `fusion/group/member.py` calls `reached`. `Trial`
-(`train/trial.py`) calls `names_parameters`, and `shard/verify/process_state.py` calls `shares_state`.
+`shard/cost/update_pilot.py` asks `tasks_of`. The functions at the end judge steps: `train/loop/plan_cache.py` and
+`pool/fusion/group_matcher.py` call `check_kept` and `check_gradients`, `shard/partition/trial_step.py` calls `check_own_copy`,
+and `fusion/group/member.py` calls `reached`. `Trial` (`train/trial.py`) calls `names_parameters`, and
+`shard/verify/process_state.py` calls `shares_state`.
 
 Note: a walk reaches no contents of files. A capture notes the files that the step reads (`opened_files.py`), and `watch` adds
 their holders.

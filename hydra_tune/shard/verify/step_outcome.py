@@ -93,7 +93,7 @@ class StepEffects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """Seconds of each shard's units: estimated, measured once on the host (then high for small operators), or as trials ran."""
+    """Seconds of each shard's units: estimated, measured once on the host (high for small operators), or measured in trials."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
