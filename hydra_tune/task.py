@@ -3,9 +3,10 @@
 A task describes a training run with factories and data handles, and holds no live model or optimizer: two tasks can be compared
 without building their models. Arguments are checked at construction, so that a mistake shows where the task was written and not
 hours later on a worker. People import `TrainTask` from `hydra_tune`, and submit the task to a `HydraExecutor` or return the
-task from a tuner's objective. `train_plain` (`train/loop/reference_loop.py`) and the trials of a pool (`train/trial.py`,
+task from a tuner's objective; `integrations/hydra_tune_transformers/task.py` and `integrations/hydra_tune_lightning/task.py`
+make tasks, too. `train_plain` (`train/loop/reference_loop.py`) and the trials of a pool (`train/trial.py`,
 `shard/capture/step_module.py`) read the arguments, and share the functions here that judge a user's values, so that both ways
-accept and refuse the same.
+accept and refuse the same. `LoopTask` (`loop_task.py`) checks its arguments by the functions here, too.
 
 Note: a task is frozen, and several threads may share a task. The module must import nothing of shards and devices, and of
 tuners has only the hint for a task returned to a tuner without an executor.

@@ -1,9 +1,10 @@
 """The simulator's input: trials, devices and links, as plain numbers.
 
-People import these classes from `hydra_tune.simulate`; for `hydra-tune simulate`, `profile.py` or `workload.py` makes
-the trials and devices before the simulation begins. The engine (`engine/simulator.py`, `engine/entities.py`,
-`engine/transfers.py`) plays a `Scenario`. The classes refuse wrong input, and the engine relies on the refusals. The module
-must not know models, tensors or policies, and must not import the pool, torch or numpy.
+People import these classes from `hydra_tune.simulate`; for `hydra-tune simulate` (`cli/commands/simulate.py`), `profile.py` or
+`workload.py` makes the trials and devices, and the command the faults of its options, before the simulation begins. The engine
+(`engine/simulator.py`, `engine/entities.py`, `engine/transfers.py`) plays a `Scenario`. The classes refuse wrong input, and the
+engine relies on the refusals. The module must not know models, tensors or policies, and must not import the pool, torch or
+numpy.
 """
 
 import math
@@ -56,7 +57,7 @@ class SimulatedTrial:
         boundary_bytes: bytes that move along when a trial's next unit runs on another device.
         priority: trials of a higher priority are admitted, and run, before all trials of a lower priority.
         burst_steps: steps that run as one unit, for a trial with its own code and one unit per step. A burst ends at a
-            report or the trial's end, or earlier at the scheduler's request.
+            report, a corrected estimate or the trial's end, or earlier at the scheduler's request.
     """
 
     name: str

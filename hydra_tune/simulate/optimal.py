@@ -94,9 +94,9 @@ def optimal_schedule(
 
     Differs:
         A constraint program: the MILP orders every pair of units on every device, and takes minutes for two dozen
-        units. The search ends within a millionth of the bound. The solver uses durations rounded down to whole
-        ticks, finer than a millionth of a millionth of the total; the found schedule is then timed with exact
-        durations, and the bound stays a bound.
+        units. The search ends within a millionth of the bound. The solver uses durations in whole ticks: of a tick that
+        divides all durations, or else rounded down to a tick finer than a millionth of a millionth of the total. The
+        found schedule is then timed with exact durations, and the bound stays a bound.
     """
     check_chains(chains, num_devices)
     if not time_limit_seconds > 0:

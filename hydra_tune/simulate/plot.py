@@ -1,6 +1,7 @@
 """Plots the timeline of a simulation.
 
-`hydra-tune simulate --plot` (`cli/commands/simulate.py`) calls `plot_timeline` after the simulation.
+`hydra-tune simulate --plot` (`cli/commands/simulate.py`) calls `plot_timeline` after the simulation, and so does
+`benchmarks/hydra_figures.py`. `observe/trace/gantt.py` draws. The module must not import the pool, torch or numpy.
 """
 
 from pathlib import Path

@@ -1,8 +1,9 @@
 """Random workloads: trials and devices from a few numbers, reproducible by a seed.
 
 `hydra-tune simulate` (`cli/commands/simulate.py`) makes a `RandomWorkload` before the simulation, if neither PROFILE nor
-`--replay` is given, makes the devices by `equal_devices`, and prunes the trials by `stop_early` (`--survival`). The same
-seed gives the same trials. The module must not import the pool, torch or numpy.
+`--replay` is given, and makes the devices by `equal_devices`. The command prunes these trials, or those of PROFILE, by
+`stop_early` (`--survival`). `benchmarks/admission.py` and others make trials and devices here, too. The same seed gives the
+same trials. The module must not import the pool, torch or numpy.
 """
 
 import math
@@ -146,7 +147,7 @@ def equal_devices(
     num_nodes: int = 1,
     speeds: Sequence[float] = (1.0,),
 ) -> tuple[SimulatedDevice, ...]:
-    """Make devices that differ in speed alone, spread over nodes in parts as equal as possible.
+    """Make devices that differ in name, speed and node alone, spread over nodes in parts as equal as possible.
 
     Args:
         num_devices: number of devices.

@@ -3,8 +3,9 @@
 A worker (`pool/runtime/worker.py`), a preparer (`JobDispatcher.preparing` in `pool/runtime/dispatcher.py`), the thread of a
 user's loop (`train/own_loop/loop_trial.py`), the server of an isolated pool (`isolation/child.py`) and the objective of a sweep
 (`integrations/hydra_tune_optuna/sweep.py`) enter `at_work` while a trial's code runs. `pool/faults/retry.py` gives up where the
-GPUs are lost, and `cli/run/interrupt.py` counts signals. `supervise` (`supervisor.py`) reads the marks once the process has
-ended. A process without a supervisor writes nothing.
+GPUs are lost, and `cli/run/interrupt.py` counts signals and records an end by a signal. `pool/runtime/worker.py` and
+`checkpoint/sweep_folder.py` ask `here` whether there is a supervisor. `supervise` (`supervisor.py`) makes the `TrialMarkTable`
+before the process starts, and reads the marks once the process has ended. A process without a supervisor writes nothing.
 
 Note: blame (`CrashHistory.note` in `supervisor.py`). A process that ends itself out of order may name the trial to blame
 (`give_up`). Else the trial to blame is the trial marked for the faulting thread, if faulthandler has named the thread; or the

@@ -2,6 +2,8 @@
 
 With isolation, `hydra-tune sweep` (`cli/commands/sweep.py`) calls `supervise` before the sweep begins, and
 `IsolatedPoolClient` (`isolation/parent.py`) does so in a copy of the program at the first submitted task.
+`cli/run/sweep_run.py` and `isolation/child.py` read the `RestartContext` in each new process, `cli/display/isolation.py` asks
+`why_not_here`, and `cli/commands/sweep.py` and `pool/runtime/settings.py` name files by `numbered`.
 
 Note: fork. The process is a copy of the supervisor, with the program and all functions. The supervisor only waits, and
 runs no threads, so each copy is as sound as the first. `supervise` makes a new `TrialMarkTable` (`marks.py`) for each

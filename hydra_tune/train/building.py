@@ -1,9 +1,9 @@
 """Calls of a task's factories of model and optimizer, with clear errors for common mistakes.
 
-`Trial` (`trial.py`) calls these factories through this module when the trial is built, and `train_plain`
-(`train/loop/reference_loop.py`) does so before its first step. `SingleTrial` (`single_trial.py`) and `MemberTrial`
-(`fusion/group/member.py`) prepare a built module for planning; `LoopTrial` (`own_loop/loop_trial.py`) calls `on_host`. The
-module must not know the pool, the scheduler or a pool's devices.
+`Trial` (`trial.py`) calls these factories through this module when the trial is built, inside the trial's random streams and
+the capture gate, and `train_plain` (`train/loop/reference_loop.py`) does so before its first step. `SingleTrial`
+(`single_trial.py`) and `MemberTrial` (`fusion/group/member.py`) prepare a built module for planning; `LoopTrial`
+(`own_loop/loop_trial.py`) calls `on_host`. The module must not know the pool, the scheduler or a pool's devices.
 """
 
 import functools
@@ -101,7 +101,7 @@ def refuse_lazy(module: nn.Module) -> None:
 
 
 def in_training_mode(module: nn.Module) -> None:
-    """Set a module to training mode before a capture, unless the module is in training mode."""
+    """Set a module to training mode before a capture, unless all its parts are in training mode."""
     # `train` may be the user's own and keep count, and a plain loop calls the method only where a pass begins.
     if not all(part.training for part in module.modules()):
         module.train()

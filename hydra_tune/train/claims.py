@@ -2,8 +2,9 @@
 
 A trial claims the module, the optimizer, and the memory of the parameters. Untrained memory may be shared, such as the frozen
 vectors of an embedding in a dozen trials. `Trial` (`trial.py`) makes the claim as soon as the module is built, or `LoopTrial`
-(`own_loop/loop_trial.py`) once the loop has registered the module, and gives the claim up when the trial is closed.
-`TensorGroups` (`state/tensor_groups.py`) notes parameters whose last values were given up (`note_lost`).
+(`own_loop/loop_trial.py`) once the loop has registered the module, and gives the claim up when the trial is closed. The pool
+sets `is_ending` through `Trial.set_ending`. `TensorGroups` (`state/tensor_groups.py`) notes parameters whose last values were
+given up (`note_lost`).
 
 Note: a new claim may wait up to a minute for each trial that is ending. The wait leaves the capture gate, and holds no lock.
 """
@@ -43,8 +44,8 @@ class TrialClaim:
         is_ending: whether the trial may be given up soon; trials that claim the same then wait for the end.
 
     Raises:
-        TaskError: another trial under way trains the same module, one of its parameters, or a tensor underlying a
-            parameter; or a trial that ended without a result has trained a parameter.
+        TaskError: another trial under way has the same module; or has one of its parameters, or the memory of one, and one of
+            the two trials trains the parameter; or a trial that ended without a result has trained a parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,10 +1,12 @@
 """A plan: a captured step cut into shards, with the needs of each unit and the lifetime of each value.
 
-A plan of a graph holds no tensor of any trial, so all trials of an architecture share the plan; nobody may change a plan. An
-eager plan (`shard/execute/eager_plan.py`) holds the module of its trial, and is of this trial alone. Names of values are the
-graph's node names. `PlanLibrary` (`plan_cache.py`) has a plan built when a trial meets a new kind of batch; `BatchUnits`
-(`train/loop/batch_units.py`) makes the units of each batch by the plan, and `pool/dry_run/report.py` reports the plan for
-`HydraExecutor.plan`. The modules of `train/` and `fusion/` read plans. The module must not run units.
+A plan of a graph holds no tensor of any trial, so trials with equal keys (`key_of` in `plan_request.py`) share the plan; nobody
+may change a plan. An eager plan (`shard/execute/eager_plan.py`) is of one trial alone. Names of values are the graph's node
+names. `PlanLibrary` (`plan_cache.py`) has a plan built when a trial meets a new kind of batch. `BatchUnits`
+(`train/loop/batch_units.py`) makes the units of each batch by the plan, `ShardChain` (`shard/execute/chain.py`) computes the
+units, and `pool/dry_run/report.py` reports the plan for `HydraExecutor.plan`. Modules of `train/` and `fusion/` read plans.
+`partition_planner.py`, `shard/cost/step_estimate.py` and `shard/verify/sample_check.py` call `build_plan` for plans that no
+trial runs. The module must not run units.
 """
 
 from collections.abc import Iterable
@@ -33,7 +35,7 @@ class Shard:
         needs_gradient: live-ins with a gradient.
         gradient_outputs: live-outs that hand a gradient back; a loss among the live-outs starts the backward.
         losses: live-outs that are results of the step.
-        trained: parameters with a complete gradient after this shard's backward, updated then.
+        trained: parameters with a complete gradient after this shard's backward; the shard's update steps these parameters.
         shared_gradients: parameters also used by an earlier shard, which receives their gradient.
         has_backward: whether any gradient flows through the shard.
         activations: treatment of the activations needed by the backward: "recompute" drops the activations after the
@@ -119,8 +121,8 @@ class ShardPlan:
     def may_run_beside(self) -> bool:
         """Whether steps of several batches may run at once with the same results as one after the other.
 
-        False if a forward overwrites buffers read by the next forward (BatchNorm), if the step is the user's own code,
-        if the number of random draws is not known beforehand, or if an operator reads Python state as it runs.
+        False if a forward overwrites buffers (BatchNorm), if the step is the user's own code, if the number of random draws
+        is not known beforehand, or if an operator reads Python state as it runs.
         """
         return self._may_wait and not any(shard.graph.written_state for shard in self.shards)
 

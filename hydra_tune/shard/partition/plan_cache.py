@@ -5,15 +5,16 @@ every cut.
 
 A trial (`train/loop/plan_cache.py`) asks for a plan when a new kind of batch comes; so do fused groups
 (`fusion/compile/batched_plan_cache.py`) and, with the library of `for_plans`, the trials of a dry run
-(`pool/dry_run/report.py`). `train/loop/microbatch_choice.py` asks `foresee` for the number of pieces of a batch. Trials
-and groups keep the `PreparedPlan`, and also compare plans again, by `check_again` and `confirm`. The module must not
-know the course of a trial, the schedule, or the places of blocks.
+(`pool/dry_run/report.py`). `train/loop/microbatch_choice.py` asks `foresee` for the cost of each number of pieces of a batch,
+and keeps its choices in `piece_counts`. Trials and groups keep the `PreparedPlan`, and also compare plans again, by
+`check_again` and `confirm`. The module must not know the course of a trial, the schedule, or the places of blocks.
 
 Note: locks and streams. One lock serves all threads of a pool, and is held during a capture and a check. A thread leaves
 the capture gate before the thread waits for the lock. The random streams of the calling thread are as before afterwards.
 
 Note: only plans of graphs are shared. A plan that runs whole is made for its trial, because the plan holds the trial's
-module; of a step that cannot be captured the library keeps the reason. A kept plan may be dropped for newer plans.
+module; of a step that cannot be captured the library keeps the reason. A kept plan may be dropped for newer plans. A step
+without a key (`key_of` in `plan_request.py`) is captured for each trial.
 """
 
 import functools
@@ -80,7 +81,7 @@ _MAX_ANSWERS = 8  # plans kept for each kind, for steps that read values of the 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class PreparedPlan:
-    """A plan ready to run, and the times of its units on the host.
+    """A plan ready to run, and the times of its units.
 
     Attributes:
         seconds: seconds of each unit, measured or estimated; None for an eager plan, which was not run in units.
@@ -88,7 +89,7 @@ class PreparedPlan:
         smallest_budget: finds the smallest device memory in bytes that still allows a cut, to a per mille; for an eager
             plan, the bytes that the plan needs.
         effects: what the eager step does and the plan does not.
-        is_checked: whether the plan is eager, or was compared with the eager step; otherwise `seconds` are estimates.
+        is_checked: whether the plan is eager, or was compared with the eager step bit for bit.
         why: reason for the cut, if there was a choice; else None.
         placement_why: reason for the place of the updates, if there was a choice; else None.
         activation_choice: choice to be made once the units have been measured; None if the plan is final.
@@ -298,7 +299,7 @@ class PlanLibrary:
             The prediction; None if the step would not fit.
 
         Raises:
-            TaskError: the step is wrong.
+            ConfigError, TaskError: as of `prepare`.
         """
         leaves = batches.flatten(batch)
         request = ShardPlanRequest(

@@ -2,11 +2,11 @@
 
 `PlanLibrary` (`plan_cache.py`) makes a request in each call of `prepare` and `foresee`, and
 `train/loop/microbatch_choice.py` makes a request for the key of an earlier choice. `ShardPartitionPlanner`
-(`partition_planner.py`) and `shard/cost/step_estimate.py` read requests. The module must not run a unit.
+(`partition_planner.py`), `trial_step.py` and `shard/cost/step_estimate.py` read requests. The module must not run a unit.
 
 Note: trials of one key share a plan without a comparison with the eager step. So each fact of a trial that decides its
 plan, or whether the plan is right, must enter `key_of`, or be checked for each trial (by `PlanLibrary.prepare` for the
-optimizer, else by `train/loop/plan_cache.py`).
+optimizer, else by `train/loop/plan_cache.py` and `fusion/group/member.py`).
 """
 
 from collections.abc import Hashable
@@ -113,14 +113,14 @@ def key_of(request: ShardPlanRequest) -> Hashable | None:
 
 
 def cuts_like(captured: CapturedStepGraph, analysis: GraphAnalysis, like: TrialStateLayout) -> list[int]:
-    """Cuts for a further capture: at the same nodes if the graph has the same operators, else at the same parameters."""
+    """Cuts for a further capture: at the same nodes if the operators are the same and allow the cuts, else by parameters."""
     if operators(captured) == like.plan.operators and set(like.plan.cuts) <= set(analysis.cuts):
         return list(like.plan.cuts)
     return _owner_cuts(captured, analysis, like.owners)
 
 
 def _owner_cuts(captured: CapturedStepGraph, analysis: GraphAnalysis, owners: dict[str, int]) -> list[int]:
-    """Cuts before the first use of each further shard's own parameters."""
+    """Cuts at the last allowed place before the first use of each further shard's own parameters."""
     positions = {node: position for position, node in enumerate(captured.nodes)}
     reached, cuts = 0, []
     allowed = analysis.cuts

@@ -4,7 +4,7 @@ The layers of a deep model are alike, and so are candidates with the same start 
 holds everything that decides a unit's bytes: operators and constants in order, the users of each value, the geometry of
 values from outside, common storages among such values, gradients, overwrites, and uses by later shards. `ShardPilot`
 (`shard/cost/pilot.py`) looks up the key of each candidate before running the candidate. A new property that decides bytes
-must enter the key, or a candidate gets the bytes of another.
+must enter the key, or a candidate gets the bytes of another. The module must run no operator.
 """
 
 import operator

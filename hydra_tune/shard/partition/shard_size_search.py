@@ -1,14 +1,13 @@
 """Chooses the size of the shards: so that a step moves the fewest bytes, or so that copies run beside units.
 
 HYDRA's rule packs as many nodes into a shard as fit the device. But the larger a shard, the more room its units take
-from blocks that could have stayed on the device until their next use. The module therefore packs shards of a series of
-smaller sizes as well, simulates a step of each cut (`shard/cost/traffic_model.py`), and takes the cut that moves the
+from blocks that could have stayed on the device until their next use. `choose_packing` therefore packs shards of a series of
+smaller sizes as well, simulates a step of each cut (`shard/cost/traffic_model.py`), and takes the cut that moves about the
 fewest bytes. If `num_shards="tuned"`, `ShardPartitionPlanner` (`partition_planner.py`) calls `choose_packing` after
 cutting the first training step of a trial into the largest shards. By default the planner calls `beside_copies` instead, if
-copies cross a link.
+copies cross a link. The module must not run a unit.
 
-The choice uses only the pilot's knowledge and no clock, so the same task on the same budget is always cut in the same
-places.
+The choice reads the pilot's costs and no clock, so equal costs give equal cuts.
 
 Source: task packing and the tuner of Harmony (Li et al., section 3). Differs: batches are as large as the task says,
 because other sizes give other numbers; and a shard is a single pack for forward and backward, because larger packs of
@@ -26,13 +25,13 @@ from hydra_tune.shard.cost.pilot import ShardCost
 from hydra_tune.shard.cost.traffic_model import StepAccessPattern, step_traffic
 
 CHOICES = logging.getLogger(__name__)
-"""Receives each choice of how a step is cut or run, at the level INFO, also from `plan_cache.py` and from trials (`train/`)."""
+"""Receives choices of how a step is cut or run, at the level INFO, from `plan_cache.py` and from trials (`train/`)."""
 
 _NEXT_SIZE = 0.8  # factor from the largest shard of a cut to the shards of the next cut
-_MOST_CUTS = 8  # limit of cuts to try: the shards of each cut must be measured
+_MOST_CUTS = 8  # limit of smaller sizes to try: the shards of each cut must be measured
 _NEAR = 1.03  # within this factor of the least bytes, fewer shards are better
 _SHARES = (0.5, 0.6, 0.7, 0.8)  # of a device's memory, for the largest unit beside copies
-_MOST_MORE = 1.25  # bytes that smaller shards may move, over those of the largest
+_MOST_MORE = 1.25  # times the bytes moved with the largest shards, which smaller shards may move
 _WORTH = 0.97  # share of the bytes moved with the largest shards; the largest shards stay unless a cut is below
 
 Measure = Callable[[int, int], ShardCost]
@@ -143,7 +142,7 @@ def _candidate(
 def _smaller(
     largest: ShardPartitionCandidate, pack: Pack, packing: Callable[[Sequence[int]], ShardPartitionCandidate]
 ) -> Iterator[ShardPartitionCandidate]:
-    """Yield cuts into ever smaller shards, until some part cannot be cut further."""
+    """Yield cuts into ever smaller shards, until some part cannot be cut further or `_MOST_CUTS` sizes were tried."""
     tried_edges, size = {largest.edges}, largest.peak_bytes
     for _ in range(_MOST_CUTS):
         size = int(size * _NEXT_SIZE)

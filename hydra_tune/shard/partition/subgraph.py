@@ -3,9 +3,10 @@
 The inputs of a shard are all values used but not made by the shard: state, constants, batch tensors, and values of earlier
 shards. The outputs are the values used by later shards or by the step's result. `build_plan` (`plan.py`) cuts the shards of
 a plan with `cut_shard`, and the pilot (`shard/cost/pilot.py`) cuts each candidate shard that the pilot measures.
-`fusion/compile/torch_compile.py` compiles the graphs of groups with `compiled`. `shard/execute/eager_plan.py` makes the
-`ShardGraph` of a step in the user's own code, and `fusion/compile/batched_plan.py` adapts shards to groups. `ShardChain`
-(`shard/execute/chain.py`) runs the shards; this module must run no unit.
+`fusion/batching/subgraph.py` cuts the graphs of groups with `copy_nodes`, and `fusion/compile/torch_compile.py` compiles such
+graphs with `compiled`. `shard/execute/eager_plan.py` makes the `ShardGraph` of a step in the user's own code, and
+`fusion/compile/batched_plan.py` adapts shards to groups. `ShardChain` (`shard/execute/chain.py`) runs the shards; this module
+must run no unit.
 
 Note: bits. A shard's nodes are copies in the captured order, so its operators run as in the captured graph. Nothing here
 may merge, reorder or replace operators; only a compiler, where the task asks for one, may do so.

@@ -1,8 +1,8 @@
 """Runs a request's step on copies of the trial's model: captures the step, and asks for answers to its Python's questions.
 
 `PlanLibrary` (`plan_cache.py`) makes a plan of what is captured. A copy is run, because the trial's own steps are still to
-come; what the step changes in Python is put back. `PlanLibrary` also takes the copies for its checks here (`twin_of`,
-`hollow_twin_of`), and plans a step that runs whole inside `restored`.
+come; the trial's model is only read, and what the step changes in Python is put back. `PlanLibrary` also takes the copies for
+its checks here (`twin_of`, `hollow_twin_of`), and plans a step that runs whole inside `restored`.
 
 Note: order. `GATE.exclusive` is entered first, then the guard of the Python state, so that nobody else changes the state
 before the guard has put the state back.
@@ -66,7 +66,11 @@ def twin_of(model: nn.Module, mode: str | None = None, *, has_values: bool = Tru
 
 
 def hollow_twin_of(model: nn.Module, mode: str) -> nn.Module:
-    """Return a copy of a model for a check without values: its parameters and buffers have memory that nobody touches."""
+    """Return a copy of a model for a check without values: its parameters and buffers have memory that nobody touches.
+
+    Raises:
+        ValuesNeededError: a parameter or buffer is of a class of its own.
+    """
     if any(type(tensor) not in (Tensor, nn.Parameter) for _, tensor in named_state(model)):
         raise ValuesNeededError("a parameter or buffer is of a class of its own, which may compute otherwise")
     twin = bodiless_twin(model)[0]

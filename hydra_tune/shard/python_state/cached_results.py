@@ -1,8 +1,8 @@
 """`NotedCache`: the results that a function keeps in a cache, which a step that was only tried must not leave there.
 
-`ReachableValues` (`reachable_values.py`) makes a `NotedCache` of each cached function whose results are plain values or
+`ReachableValues` (`reachable_values.py`) makes a `NotedCache` of each cached function whose results so far are plain values or
 tensors, and reads the results by `results_of`. In `state_guard.py`, `PythonStateUndo` calls `undo`, and the other guards
-call `restore`. Other trials may use the cache meanwhile.
+call `restore`. The module takes no lock: other trials may use the cache meanwhile, and compute forgotten results again.
 """
 
 import gc

@@ -1,11 +1,12 @@
 """Names that a function's code can read or write, and whether code belongs to an installed package.
 
-`shard/capture/fingerprint.py` and `code_walk.py` follow the user's code from function to function by these names;
-`state_guard.py` and `train/state/model_state.py` ask for the names that a function mentions. `reachable_values.py` asks
-for installed and for extension classes. Of the integrations, `integrations/hydra_tune_transformers/own_loss.py` asks for
-globals, and `integrations/hydra_tune_lightning/validation_end.py` for installed modules. The answers about a class are
-kept as long as the class. Most other answers are kept in caches of the process, by code object or by name of a package,
-so a kept answer must not depend on anything that changes. The code of a user is only read, never run.
+`shard/capture/fingerprint.py`, `code_walk.py` and `copied_functions.py` follow the user's code from function to function by
+these names; `state_guard.py` and `train/state/model_state.py` ask for the names that a function mentions.
+`reachable_values.py` asks for installed and for extension classes, and `shard/capture/step_capture.py` for installed modules.
+Of the integrations, `integrations/hydra_tune_transformers/own_loss.py` asks for globals, and
+`integrations/hydra_tune_lightning/validation_end.py` for installed modules. The answer of `is_extension` is kept as long as
+the class. Most other answers are kept in caches of the process, by code object or by name of a package, so a kept answer must
+not depend on anything that changes. The code of a user is only read, never run.
 """
 
 import dis

@@ -1,13 +1,13 @@
 """`CodeWalk`: the part of a walk that follows functions, classes and attributes by the names in their code.
 
-`ReachableValues` (`reachable_values.py`) adds the values of all other kinds. The walk follows no code of an installed
-package. Of a function that a factory or decorator of a package returns, the walk follows the wrapped function, and the
-user's values in the variables of the wrapper; without a wrapped function, the walk notes all variables and the
-defaults. Of an object of the user's, the walk notes the attributes that the walked code names; of an object of an
-installed package, all attributes, unless `_NOT_FOLLOWED` has the package. An object of the user's whose class is
-derived from a package's counts likewise where the package may read attributes (`_reads_attributes`). Where code reads
-attributes by any name (`takes_all`), all attributes and slots of an object count, and all plain variables of the user's
-modules that such code names or imports. A walk must not call the functions that the walk follows, or change a value.
+`ReachableValues` (`reachable_values.py`) derives from `CodeWalk`, and adds the values of all other kinds. The walk follows no
+code of an installed package. Of a function that a factory or decorator of a package returns, the walk follows the wrapped
+function, and the user's values in the variables of the wrapper; without a wrapped function, the walk notes all variables and
+the defaults. Of an object of the user's, the walk notes the attributes that the walked code names; of an object of an installed
+package, all attributes, unless `_NOT_FOLLOWED` has the package. An object of the user's whose class is derived from a package's
+counts likewise where the package may read attributes (`_reads_attributes`). Where code reads attributes by any name
+(`takes_all`), all attributes and slots of an object count, and all plain variables of the user's modules that such code names
+or imports. A walk must not call the functions that the walk follows, or change a value.
 """
 
 import abc
@@ -64,7 +64,7 @@ _WITH_CONTENTS = (collections.UserDict, collections.UserList, collections.UserSt
 _BARE = (dict, list, tuple)
 """Classes whose objects have no attributes of their own; a data set may have thousands of such objects."""
 _OF_SETTINGS = frozenset({"omegaconf", "ml_collections", "yacs", "addict", "box", "easydict", "munch"})
-"""Packages of nested settings, which the walk follows to any depth."""
+"""Packages of nested settings, of which any number of objects in a row counts as a single object."""
 INTERNALS = frozenset(vars(nn.Module()))
 """Attributes of each module of torch's: its parameters, buffers, submodules and hooks."""
 

@@ -49,8 +49,9 @@ class _FunctionMemo(dict[int, Any]):
 def functions_copied(model: nn.Module, memo: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
     """Yield a memo with which `copy.deepcopy` of a model copies functions that hold a part of the model.
 
-    At the end of the context, the copied functions get copies of what they hold. A value that cannot be copied stays shared
-    with the original, and so does a variable that leads to no part of the model, such as a counter.
+    At the end of the context, the copied functions get copies of the variables of their closures, of their defaults and of
+    their attributes. A value that cannot be copied stays shared with the original, and so do global variables and whatever
+    leads to no part of the model, such as a counter.
 
     Args:
         model: the model.

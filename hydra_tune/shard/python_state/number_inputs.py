@@ -5,19 +5,19 @@ number has changed, `TrialPlanCache` (`train/loop/plan_cache.py`), or for a grou
 (`fusion/group/group_trial.py`), names its place, and the next capture (`shard/capture/step_capture.py`) puts a
 `TracedNumber` there. The step's Python computes with the traced number as with the number itself. Where the result
 meets a tensor, the result becomes an input of the graph; each later step computes the inputs anew, in Python, from the
-numbers of that moment (`NumberInputs`). `PlanLibrary` (`shard/partition/plan_cache.py`) and `GroupPlanCache`
-(`fusion/compile/group_plan_cache.py`) ask `NumberInputs` whether a known plan serves the present numbers.
+numbers of that moment (`NumberInputs`). `PlanLibrary` (`shard/partition/plan_cache.py`), `TrialPlanCache` and
+`GroupPlanCache` (`fusion/compile/group_plan_cache.py`) ask `NumberInputs` whether a known plan serves the present numbers.
 
 Example: for `kl * min(1.0, state["step"] / 100)` the place is `state["step"]`, the graph's input is the quotient, and
 the plan serves as long as the quotient stays below 1.
 
-Note: what Python learns about a number. A comparison, an index, a text or a function of an extension module takes the
-number itself. Its answer is noted, or that it is an error, and the plan serves only numbers that give the same answer.
-Only sums, differences, products and quotients of a number and a tensor in float32 or float64 become operators, because
-only there the bits cannot depend on whether a number or a tensor of one element is given. Quotients do so only where
+Note: what Python learns about a number. A comparison, an index, a text or a function of an extension module takes the number
+itself. Its answer is noted, or that it is an error, and the plan serves only numbers that give the same answer. Only sums,
+differences, products and quotients of a number and a tensor in float32 or float64 become operators, because only there the bits
+cannot depend on whether a number or a tensor of one element is given. Quotients by a number do so only where
 `NumberInputTracer.divides`.
 
-Note: threads. The capture runs inside `GATE.exclusive`.
+Note: threads. The capture runs inside `GATE.exclusive`, because `traced_numbers` replaces functions of `math` for the process.
 """
 
 import functools

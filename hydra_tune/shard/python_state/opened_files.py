@@ -1,8 +1,9 @@
 """`noting_files`: the files and folders that a step's Python opens or asks for, and `FileHolder`, which sees their changes.
 
 A graph repeats for ever what the step has read from a file during its capture. `capture` (`shard/capture/step_capture.py`)
-notes the files. `PlanLibrary` (`shard/partition/plan_cache.py`) looks at the files before a plan serves a further trial, and
-`PythonStateGuard.watch` adds their holders to the guard of each trial that uses the plan.
+notes the files. `PlanLibrary` (`shard/partition/plan_cache.py`) looks at the files before a plan serves a further trial.
+`train/loop/plan_cache.py` and `fusion/group/member.py` add the files' holders to the guard of each trial that uses the plan,
+by `PythonStateGuard.watch`. The module must not write a file.
 
 Note: threads. The functions are replaced for the whole process, and note the calls of the capture's thread alone. So
 files that another thread, another process, or the C++ code of an extension module reads remain unseen, and so do calls

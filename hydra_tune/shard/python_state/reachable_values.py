@@ -2,13 +2,13 @@
 
 The walk follows the user's functions, classes and modules, and no code of an installed package. Of an object of the
 user's, the walk notes the attributes that the walked code names; of an `nn.Module`, and of most objects of installed
-packages, all attributes. After four such objects in a row, except of packages of nested settings, only attributes that
-the walked code names count. Of sets, partials, threads, loaders, files, generators of numbers and arrays, the walk
-notes only attributes that the walked code names. Of other objects, all attributes count where code makes up names. Each
+packages, all attributes. After four objects of installed packages in a row, except of packages of nested settings, only
+attributes that the walked code names count. Of sets, partials, threads, loaders, files, generators of numbers and arrays, the
+walk notes only attributes that the walked code names. Of other objects, all attributes count where code makes up names. Each
 place that can hold another value later becomes a `ValueHolder`. `CodeWalk` (`code_walk.py`) follows code and
 attributes, and this module values by their kind. `walked` repeats the walk until no further names come in. All guards
-and checks of `state_guard.py` use the result, and so does `shard/capture/own_functions.py`. The module must not know
-tasks.
+and checks of `state_guard.py` use the result, and so do `shard/capture/own_functions.py` and
+`integrations/hydra_tune_transformers/own_loss.py`. The module must not know tasks, and a walk must not change a value.
 
 Note: objects may do anything where code looks at the objects, and other threads may change objects meanwhile. Where a look
 raises, a strict walk refuses the step (`CaptureError`), except below an object of an installed package. There, and
@@ -104,10 +104,10 @@ class ReachableValues(CodeWalk):
     Args:
         model: the step's model, whose parameters and buffers are no Python state.
         keeps_tensors: whether holders keep copies of tensors.
-        skips_large: whether to pass over large tensors and arrays, which are samples and no counters.
+        skips_large: whether to note only a change of large tensors and arrays, which are samples and no counters.
 
     Attributes:
-        caches: functions with a cache whose results are plain values or tensors.
+        caches: functions with a cache whose results so far are plain values or tensors.
         iterators: values that a lenient walk has passed over, and that nobody can put back, in words: iterators,
             connections, files without a position, and objects of extension modules.
         aliases: tensors and arrays outside of the model that share the memory of its parameters or buffers, in words.
@@ -615,8 +615,8 @@ def walked(
 ) -> ReachableValues:
     """Walk from some functions, and from a model, through all values that their code may read.
 
-    Arguments are as of `ReachableValues`; `roots` are functions and data by name. Without a model, the walk passes over large
-    tensors and arrays by default.
+    Arguments are as of `ReachableValues`; `roots` are functions and data by name. Without a model, `skips_large` is true by
+    default.
     """
     names: frozenset[str] = frozenset()
     stored: frozenset[str] = frozenset()

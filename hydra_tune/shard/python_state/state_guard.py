@@ -6,20 +6,22 @@ and from the model through everything that their code can name (`reachable_value
 value that differs; a plan that was made before the change serves no more. `restore` puts values back after a step that
 was only tried.
 
-`shard/partition/trial_step.py` sets a guard around each capture, and `shard/verify/plan_check.py` around each check of a
-plan. `train/loop/plan_cache.py` and `fusion/group/member.py` ask a guard before a plan serves again. The `digest` of a guard
-is part of a plan's key (`shard/partition/plan_request.py`). `shard/capture/step_capture.py` puts traced numbers in the
-place of numbers that a graph takes as inputs (`replaced`).
+`shard/partition/trial_step.py` sets a guard around each capture, and `verify` (`shard/verify/plan_check.py`) around each
+comparison of a plan bit for bit. `train/loop/plan_cache.py` and `fusion/group/member.py` ask a guard before a plan serves
+again, and `shard/partition/plan_cache.py` asks for its `numbers`. The `digest` of a guard is part of a plan's key
+(`shard/partition/plan_request.py`). `shard/capture/step_capture.py` puts traced numbers in the place of numbers that a graph
+takes as inputs (`replaced`).
 
-`PythonStateUndo` undoes forecasts (`pool/pool.py`), timings (`fusion/matching/group_timing.py`), steps of the user's own
-that run again (`train/loop/direct.py`), steps of stand-ins (`shard/cost/update_pilot.py`) and builds
-(`fusion/group/member.py`). `TaskStateGuard` lets a trial begin again (`train/trial.py`, `pool/checkpointing/writer.py`), and
-`train/checkpoint/python_changes.py` compares the `digests` of such a guard with those of a checkpoint. The functions at the
-end refuse steps: `train/loop/plan_cache.py` and `pool/fusion/group_matcher.py` call `check_kept` and `check_gradients`,
-`shard/partition/trial_step.py` calls `check_own_copy`, and `fusion/group/member.py` calls `reached`. `Trial`
-(`train/trial.py`) calls `names_parameters`, and `shard/verify/process_state.py` calls `shares_state`.
+`PythonStateUndo` undoes forecasts (`pool/pool.py`), timings (`fusion/matching/group_timing.py`), steps of the user's own that
+run again (`train/loop/direct.py`), steps of stand-ins (`shard/cost/update_pilot.py`) and builds (`fusion/group/member.py`).
+`TaskStateGuard` lets a trial begin again (`train/trial.py`, `pool/checkpointing/writer.py`),
+`train/checkpoint/python_changes.py` compares the `digests` of such a guard with those of a checkpoint, and
+`shard/cost/update_pilot.py` asks `tasks_of`. The functions at the end judge steps: `train/loop/plan_cache.py` and
+`pool/fusion/group_matcher.py` call `check_kept` and `check_gradients`, `shard/partition/trial_step.py` calls `check_own_copy`,
+and `fusion/group/member.py` calls `reached`. `Trial` (`train/trial.py`) calls `names_parameters`, and
+`shard/verify/process_state.py` calls `shares_state`.
 
-Note: files are not reached by a walk. A capture notes the files that the step reads (`opened_files.py`), and `watch` adds
+Note: a walk reaches no contents of files. A capture notes the files that the step reads (`opened_files.py`), and `watch` adds
 their holders.
 
 Note: other trials. `PythonStateGuard.restore` puts back all values, so the caller keeps other trials away meanwhile: by
@@ -230,7 +232,7 @@ class PythonStateUndo:
         module: a model whose attributes count as well, but not its tensors.
 
     Attributes:
-        runs_own_code: whether code of the user's would run.
+        runs_own_code: whether the walk has met a Python function, which may be the user's.
         iterators: iterators that cannot be put back, in words.
         has_changes: whether `note_changes` has found changes that can be undone.
         stays: a value, in words, that has changed and is not put back; None: there is none.
@@ -387,7 +389,7 @@ class TaskStateGuard:
     def restore(self) -> str | None:
         """Put the noted values back; name a value that may have changed and could not be put back, or None.
 
-        A container that other trials use as well stays as it is: nothing tells whose change is whose.
+        An object or container that other trials reach as well stays as it is: nothing tells whose change is whose.
         """
         shared = self.owners_of_others(self._task)
         for holder in self._holders:

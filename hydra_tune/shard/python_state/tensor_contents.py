@@ -1,6 +1,8 @@
 """Contents of tensors and arrays as small values, and writers that put contents back.
 
-`ReachableValues` (`reachable_values.py`) makes the holders of tensors and arrays from these functions.
+`ReachableValues` (`reachable_values.py`) makes the holders of tensors and arrays from these functions, and `cached_results.py`
+reads `MAX_DATA_BYTES`. The functions take no lock: the callers of `state_guard.py` keep other trials away, or put back only
+what no other trial reaches.
 """
 
 import mmap
@@ -16,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from hydra_tune.shard.python_state.value_holder import Undo, Values, undo_by_element
 
 MAX_DATA_BYTES = 64 << 10  # of a tensor or array of data: larger ones are samples, and no counters
-_MAX_SAMPLED = 1024  # elements of a larger array that are looked at
+_MAX_SAMPLED = 1024  # elements of a larger array, about, that are looked at
 _MAX_KEPT_BYTES = 64 << 20  # of a tensor whose contents are put back
 
 
@@ -31,7 +33,8 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
 def writers_of(tensor: Tensor) -> tuple[Callable[[Values], None], Callable[[], Undo] | None]:
     """Return what puts the present contents and gradient back, as `write` and `undo` of a `ValueHolder`.
 
-    Of a tensor above `_MAX_KEPT_BYTES`, `write` puts back only which tensor is the gradient, and there is no `undo`.
+    Of a tensor above `_MAX_KEPT_BYTES`, `write` puts back no contents, only which tensor is the gradient, and there is no
+    `undo`.
     """
     gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
     is_small = tensor.nbytes <= _MAX_KEPT_BYTES

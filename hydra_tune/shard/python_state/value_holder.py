@@ -1,11 +1,14 @@
 """`ValueHolder`: a place that can hold other Python values later, how the values are compared, and how they are put back.
 
-`CodeWalk` (`code_walk.py`) and `ReachableValues` (`reachable_values.py`) make a holder for each place of a walk, and
-`FileHolder` (`opened_files.py`) is the holder of a file. The guards of `state_guard.py` ask holders for changes, and put
-values back; `shard/capture/own_functions.py` asks for changes as well. The module must not import captures, plans or trials.
+`CodeWalk` (`code_walk.py`) and `ReachableValues` (`reachable_values.py`) make a holder for each place of a walk,
+`PythonStateUndo` (`state_guard.py`) makes one for the environment, and `FileHolder` (`opened_files.py`) is the holder of a
+file. The guards of `state_guard.py` ask holders for changes, and put values back; `shard/capture/own_functions.py` and
+`integrations/hydra_tune_transformers/own_loss.py` ask for changes as well. `tensor_contents.py` undoes changes of tensors by
+`undo_by_element`. The module must not import captures, plans or trials.
 
 Note: comparison. Plain values and numbers of numpy are the same if class and representation are, so NaN equals NaN, and 0.0
-differs from -0.0. Tuples, frozensets and methods are compared by their parts; of all other objects the identity counts.
+differs from -0.0. Tuples and methods are compared by their parts, and frozensets by `==`; of all other objects the identity
+counts.
 
 Note: threads. A holder has no lock, and other threads may change a place meanwhile. So `undo` puts back no item that has
 changed again.
@@ -91,10 +94,10 @@ class ValueHolder:
     """A place that holds values.
 
     Args:
-        labels: the values in words, one for each value, or one for all.
+        labels: the values in words, by place; the last label is also that of all further values.
         read: returns the values.
         write: puts values back; None if the place cannot be written.
-        is_of_model: whether the place is an attribute of the step's model.
+        is_of_model: whether the place is a module of the step's model, or a mapping or list that the model holds.
         is_tensor: whether the place is a tensor, and the values its contents.
         is_filled_by_step: whether a step may set the values and still be captured: results that a function keeps, and what a
             library's model writes into its configuration once.

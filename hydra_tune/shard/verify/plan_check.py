@@ -7,8 +7,8 @@ state, twice eagerly and once as the units of each plan to check. Losses, gradie
 the reach of a graph (plain attributes, the `random` and numpy generators). The run of the units also gives their first times.
 
 `PlanLibrary` (`shard/partition/plan_cache.py`) calls `verify` before handing out a new captured plan; only planning without
-training leaves out the check, if a step is too large. `PlanLibrary.check_again` calls `verify` for a later batch, and
-`PlanLibrary` calls `verify_close` for a plan with a compiler, whose numbers may differ by rounding.
+training leaves out the check, if a step is too large or its model has no bytes. `PlanLibrary.check_again` calls `verify` for a
+later batch, and `PlanLibrary` calls `verify_close` for a plan with a compiler, whose numbers may differ by rounding.
 `shard/partition/trial_step.py` raises `changed_state`, and `train/checkpoint/trial_checkpoint.py` saves `tensor_attributes`.
 The module must not change a plan.
 

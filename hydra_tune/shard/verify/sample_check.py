@@ -1,11 +1,11 @@
 """Checks a step of a few samples in place of a step of many samples that would take the host too long.
 
-If a pool has no CPU device, `PlanLibrary` (`shard/partition/plan_cache.py`) checks a new plan with a sample where numbers
-(`value_numbering.py`) do not suffice, and with the whole batch only where no sample serves. Pools with a CPU device never use
-a sample.
+If a pool has no CPU device, `PlanLibrary` (`shard/partition/plan_cache.py`) checks a new plan with a sample where the check by
+numbers (`value_numbering.py`) fails, and with the whole batch where there is no sample or the check with the sample fails.
+Pools with a CPU device never use a sample. The module runs no unit.
 
 Note: why a sample is enough. A plan is checked against the eager step because a capture bakes in the actions of Python,
-and baked-in actions show in the graph. The step is therefore captured once more, with the first few samples of the
+and baked-in actions show in the graph. The step is therefore captured once more, with the first two samples of the
 batch. Suppose both graphs call the same operators, in the same order, on the same values, with the same numbers, and
 with sizes that are equal or in the ratio of the batches. Then Python took the same path both times, and a check of the
 small graph holds for the large graph: the arithmetic is the same, for more samples. If anything else differs, the large
@@ -35,7 +35,7 @@ class SampledStep:
 
     Attributes:
         plan: plan with the cuts of the whole batch's plan, recomputing its activations.
-        kept: the same plan, with activations kept as in the whole batch's plan.
+        kept: the same plan, with activations kept as in the whole batch's plan; `plan` if that plan keeps none.
         size: samples in the whole batch.
     """
 

@@ -1,10 +1,10 @@
 """Checks whether an optimizer can be stepped shard by shard: the update of a parameter must depend on the parameter alone.
 
-The check steps small stand-ins instead of recognizing optimizers by name, so that the check works for a user's class: a
-global step must give the same bits as a step per parameter. `PlanLibrary` (`shard/partition/plan_cache.py`) runs the
-check for each new training plan of several shards, and for each further trial that gets such a plan, unless
-`is_told_by_key`. `ModelState` (`train/state/model_state.py`) runs the check before a second update within one step of a
-model in one shard. `ModelState` and `train/checkpoint/trial_checkpoint.py` ask `has_overlap`.
+The check steps small stand-ins instead of recognizing optimizers by name, so that the check works for a user's class: a global
+step must give the same bits as a step per parameter. `PlanLibrary` (`shard/partition/plan_cache.py`) runs the check for each
+new training plan of several shards, and for each further trial that gets such a plan, unless `is_told_by_key` or the trial's
+first plan was such a plan. `ModelState` (`train/state/model_state.py`) runs the check before a second update within one step of
+a model in one shard. `ModelState` and `train/checkpoint/trial_checkpoint.py` ask `has_overlap`.
 
 Note: callers of `check_separable` are inside the capture gate, because optimizers ask `torch.compiler.is_compiling()`. The
 stand-ins of a user's class share objects with the trial's optimizer; `trying` (`shard/cost/update_pilot.py`) puts these back.
@@ -225,7 +225,7 @@ def _kept(optimizer: Optimizer, outer: tuple[Optimizer, ...] = ()) -> list[objec
 
 
 def _value(leaf: object) -> object:
-    """A value that can be compared; NaN equals NaN. Of a large tensor only the presence counts."""
+    """A value that can be compared; NaN equals NaN. Of a tensor of several elements only the presence counts."""
     if isinstance(leaf, Tensor):
         return repr(leaf.tolist()) if leaf.numel() == 1 else None
     return repr(leaf)

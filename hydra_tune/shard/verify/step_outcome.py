@@ -1,11 +1,11 @@
 """Outcome of a step, run eagerly or as a plan's units, on the host.
 
 Besides losses, gradients, buffers and the generator's state, an outcome lists the computing operators: two runs may
-agree on a batch by luck, and differ on the next batch. `plan_check.py` takes both outcomes when a plan is checked, and
-compares the two. `shard/capture/value_replay.py` runs a step under `StepOperatorRecorder`, `train/loop/direct.py` walks a
-loss's graph by `backward_nodes`, `shard/cost/eager_pilot.py` calls `refuse_sparse`, and cost models
-(`shard/cost/activation_policy.py`, `train/timing/shared_times.py` and others) share `UnitSeconds`. The module must not
-change a plan.
+agree on a batch by luck, and differ on the next batch. `plan_check.py` takes the outcomes when a plan is checked, and
+compares them. `shard/capture/value_replay.py` runs a step under `StepOperatorRecorder`, `shard/cost/eager_pilot.py` calls
+`refuse_sparse`, and cost models (`shard/cost/activation_policy.py`, `train/timing/shared_times.py` and others) share
+`UnitSeconds`. `train/loop/plan_cache.py`, `pool/fusion/group_matcher.py` and `fusion/compile/batched_plan_cache.py` read
+`StepEffects`. The module must not change a plan.
 
 Note: the eager step draws from the thread's torch stream, and a plan from a stream of its own with the same state. Both
 leave the buffers of the copy changed.
@@ -93,7 +93,7 @@ class StepEffects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """Seconds of each shard's units on the host: a first guess, estimated, or measured once, then high for small operators."""
+    """Seconds of each shard's units: estimated, measured once on the host (high for small operators), or measured in trials."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -191,7 +191,7 @@ class HostChainStore:
         """Do nothing: there is only a single copy."""
 
     def settle(self) -> None:
-        """Do nothing: no unit runs a second time."""
+        """Do nothing: no unit is undone here."""
 
 
 def run_eager(

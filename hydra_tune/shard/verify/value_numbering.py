@@ -6,6 +6,7 @@ result follows from the operator, its plain arguments, and the numbers and geome
 gradients and buffers have the same numbers run the same operators on the same operands, and so have the same bits. Where a
 pool has no CPU device, `PlanLibrary` (`shard/partition/plan_cache.py`) has `verify` (`plan_check.py`) compare the eager step
 with a plan in this way first: for a large model the numbers take seconds, and the values minutes.
+`shard/partition/trial_step.py` raises `ValuesNeededError` for parameters and buffers of a class of their own.
 
 Note: why not fake tensors. Code may ask whether its tensors are fake, and take another path than in training, as it did
 during the capture. The tensors here are ordinary CPU tensors, so the eager step takes its ordinary path.
@@ -13,8 +14,9 @@ during the capture. The tensors here are ordinary CPU tensors, so the eager step
 Note: values read without an operator. `tolist` and `numpy` read the shared memory. The memory starts with other bytes in
 each run, so what the code makes of them differs between the two runs of the eager step.
 
-Note: no numbers. Some operators hand values to Python, belong to the user, or write to a tensor that is neither a
-buffer nor a result. A step with such an operator ends with `ValuesNeededError`, and its plan is checked with values.
+Note: no numbers. Some operators hand values to Python that were not computed, belong to the user, or write to a tensor that
+is neither a buffer nor a result. A step with such an operator ends with `ValuesNeededError`, and its plan is checked with
+values.
 
 Source: the value numbering of compilers (Alpern, Wegman and Zadeck 1988, section 2), for a step as it runs.
 """

@@ -2,8 +2,8 @@
 
 While a unit computes, its device prefetches the shard of the next unit, as predicted by `hydra_tune.schedule.ahead`.
 `Simulator` (`simulator.py`) calls `SimulatedPrefetcher.buffer_next` as a unit begins to compute, if `Scenario.overlap` is set
-and some device has a bandwidth, and tells the prefetcher of every change of a job (`notice`). A prefetch may evict, but
-never the running unit's shard.
+and some device has a bandwidth, and tells the prefetcher of every change of a job (`notice`) and of a device. A prefetch may
+evict, but never the running unit's shard.
 """
 
 from collections.abc import Sequence

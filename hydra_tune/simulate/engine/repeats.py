@@ -12,7 +12,7 @@ recur as well. Two conditions apply: the policy looks only at differences of rem
 (`grid.py`). The clock and all counts then advance by whole periods at once. The scheduler is not touched: later
 remaining times have the skipped part added, so every difference stays the same.
 
-Only policies known to meet the condition are skipped; all others are simulated unit by unit.
+Only runs of policies known to meet the condition are skipped; all others are simulated unit by unit.
 """
 
 import heapq

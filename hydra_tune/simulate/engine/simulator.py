@@ -7,8 +7,9 @@ People import `simulate` from `hydra_tune.simulate`, and `hydra-tune simulate` (
 `simulate` once a `Scenario` has been made of its options or of a profile. `RepetitionSkipper` (`repeats.py`) moves the
 simulator on over repeated steps. The module must not read a clock, import the pool, or choose a unit by itself.
 
-Note: order. Events of one moment run in the order in which they were entered. A trial's step and position change before the
-scheduler is told, because the predictions and the places read both. Each duration is rounded to the grid (`grid.py`).
+Note: order. Events of one moment run in the order in which they were entered; trials that arrive together are told together. A
+trial's step and position change before the scheduler is told, because the predictions and the places read both. Each duration
+is rounded to the grid (`grid.py`).
 """
 
 import heapq

@@ -1,9 +1,9 @@
 """Transfers of shards: places, arrival times, and evictions.
 
-Each device has one inbound link, which carries one shard after another without disturbing compute. Write-backs use the
-opposite direction at the same time; their bytes are counted, but take no time. A shard is on one device at most.
-`Simulator` (`simulator.py`) brings the shard of a unit when the scheduler starts the unit, and `SimulatedPrefetcher`
-(`lookahead.py`) the shard of the next unit when a unit begins to compute.
+Each device has one inbound link, which carries one load after another without disturbing compute: a shard, or the values at a
+boundary. Write-backs use the opposite direction at the same time; their bytes are counted, but take no time. A shard is on one
+device at most. `Simulator` (`simulator.py`) brings the shard of a unit when the scheduler starts the unit, and
+`SimulatedPrefetcher` (`lookahead.py`) the shard of the next unit when a unit begins to compute.
 """
 
 from collections.abc import Callable

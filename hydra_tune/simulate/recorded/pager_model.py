@@ -1,8 +1,9 @@
 """The memory pagers on a virtual clock: places of blocks, required copies, and their times.
 
-The module follows `hydra_tune.memory.pager` rule by rule: leases pin blocks, the block needed last is spilled to make
-room, missing blocks are loaded, clean blocks leave without a copy, and a block is on one device at most. `replay.py`
-hands each recorded memory action of a turn to `ReplayPager` when the virtual clock reaches the action.
+The module follows the rules of `memory/pager.py`: leases pin blocks, the block expected to be needed last is spilled to make
+room, missing blocks are loaded, clean blocks leave without a copy, and a block is on one device at most. A block that trials
+share counts as a block of the first. `replay.py` hands each recorded memory action of a turn to `ReplayPager` when the virtual
+clock reaches the action.
 
 A block that another device has and the host lacks is taken over from the device, as in the recorded run. A block that
 travelled over the host in the run does so here. Where the run took over no block, the time of its loads stands in.

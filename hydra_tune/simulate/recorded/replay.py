@@ -3,8 +3,9 @@
 A new scheduler receives the pool's events as the virtual clock reaches them. Each job's own behaviour comes from its
 script (`script.py`); memory effects and copy times follow from the blocks (`pager_model.py`). With the run's policy,
 the replay must reproduce the run's commands in order; with another policy, the replay shows what the policy would have
-done. `hydra-tune simulate --replay` (`cli/commands/simulate.py`) calls `replay` once the recording has been read. The module
-must read no clock, and changes no recording: a recording may be played again.
+done. `hydra-tune simulate --replay` (`cli/commands/simulate.py`) calls `replay` once the recording has been read, and so does
+`benchmarks/replay.py`. `print_replay` (`simulate/table.py`) prints the `ReplayComparison`. The module must read no clock, and
+changes no recording: a recording may be played again.
 """
 
 import heapq
@@ -191,7 +192,7 @@ class _RecordingReplayer:
     # Events.
 
     def _from_outside(self, events: tuple[Event, ...]) -> None:
-        """Tell recorded outside events, but no cancel or pause of a job that is already over."""
+        """Tell recorded outside events, but none of a job that is already over, such as a cancel or a pause."""
         for event in events:
             if isinstance(event, JobSubmitted):
                 self._jobs[event.job] = _ReplayJob(self._scripts.setdefault(event.job, JobScript()))

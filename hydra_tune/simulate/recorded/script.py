@@ -3,7 +3,8 @@
 A script has a job's preparation time, the time of each turn apart from copies, the blocks that a turn touches, and the
 driver's time for each answer to a report. The scheduler of a replay decides when and where each of these happens.
 `replay.py` calls `scripts_of` before its virtual clock starts, and `simulate/profile.py` does so to make a profile of a
-run.
+run. `pager_model.py` takes each `ScriptedCopy` when the action of the copy is repeated. The module must not change a
+recording.
 """
 
 from collections import deque

@@ -1,7 +1,8 @@
 """`AttributeTracker`: attributes of the user's objects beside tensors, as far as changed since construction.
 
-`TrialObjects` (`trial_checkpoint.py`) makes the trackers just after a trial's factories have run, and asks for the
-changes at each checkpoint. `compatibility.py` and `train/data/loader_state.py` compare values by `same_value`.
+`TrialObjects` (`trial_checkpoint.py`) makes the trackers just after a trial's factories have run, asks for the changes at each
+checkpoint, and restores the changes in a resumed trial. `compatibility.py` and `train/data/loader_state.py` compare values by
+`same_value`.
 
 Note: containers. Several objects may hold the same dict or list, so a container that training has filled in place is
 filled in place on resume, too. A container that training has replaced is replaced: the earlier one may belong to other
@@ -85,7 +86,7 @@ class AttributeTracker:
         """Return, by object and name, changed attributes and all attributes with tensors; for deleted ones see `details`.
 
         Raises:
-            CheckpointError: an attribute has been set since to a value that no checkpoint can hold.
+            CheckpointError: an attribute has been set since to a value that no checkpoint can hold and that is not callable.
         """
         changes: dict[str, dict[str, Any]] = {}
         for path, item in self._objects():

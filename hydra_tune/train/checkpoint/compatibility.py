@@ -1,10 +1,10 @@
 """Description of a checkpoint's origin: the task and the objects of its factories, as comparable values.
 
-A checkpoint serves the same task again, and differences are reported by name. Most differences are refused unless the user
-allows changes; parts that the state itself depends on (parameters, buffers, the optimizer's class) must be the same wherever a
-trial resumes. `TrialObjects` (`trial_checkpoint.py`) describes a trial just after its factories have run, and compares the
-description with a checkpoint's before the trial resumes. `weights.py` compares parameters and buffers alone, and `Trial`
-(`train/trial.py`) and `train/data/loader_state.py` copy positions by `copied`.
+A checkpoint serves the same task again, and differences are reported by name. Differences are refused unless the user allows
+changes; parts that the state itself depends on (`_ESSENTIAL`) must be the same wherever a trial resumes. `TrialObjects`
+(`trial_checkpoint.py`) describes a trial just after its factories have run, and compares the description with a checkpoint's
+before the trial resumes. `weights.py` compares parameters and buffers alone, and `Trial` (`train/trial.py`) and
+`train/data/loader_state.py` copy positions by `copied`.
 
 Note: older checkpoints. A new entry of the description makes each older checkpoint a checkpoint of another task. So a
 new setting is described only where the setting differs from its default.

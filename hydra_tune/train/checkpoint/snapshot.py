@@ -1,7 +1,7 @@
 """`TrialStateSnapshot`: a trial's state between two steps, in place, and two ways to preserve the present state.
 
-`TrialCheckpointer` (`pool/checkpointing/writer.py`) asks a trial between two steps for a snapshot, when a checkpoint or
-a copy is due; `Trial` (`train/trial.py`) makes the snapshot.
+`TrialCheckpointer` (`pool/checkpointing/writer.py`), the `SnapshotSaver` of a trial, asks the trial between two steps for a
+snapshot, when a checkpoint or a copy is due; `Trial` (`train/trial.py`) makes the snapshot. The module must not write files.
 
 Note: time. A snapshot refers to live tensors and values. Copy or write the snapshot before any code of the trial runs
 again, on the thread that has the trial's turn.

@@ -2,8 +2,9 @@
 
 `Trial` (`train/trial.py`) restores a `StartCheckpoint` into the trial's `TrialObjects` before the first step, and encodes
 the state for each snapshot; `LoopTrial` (`train/own_loop/loop_trial.py`) makes the objects of a loop of the user's own.
-`weights.py` and `pool/checkpointing/lookup.py` decode checkpoints without a trial. The module must not copy live tensors:
-their blocks may move, and `snapshot.py` copies under the locks of the blocks.
+`weights.py` and `pool/checkpointing/lookup.py` decode checkpoints without a trial. `pool/checkpointing/writer.py` and
+`pool/faults/retry.py` make each `StartCheckpoint`. The module must not copy live parameters, buffers or optimizer state: their
+blocks may move, and `snapshot.py` copies under the locks of the blocks.
 
 Note: contents of a checkpoint. Parameters and buffers, non-persistent buffers included; the optimizer's state and the
 options of its groups, by parameter name; the scheduler; the loss scale; all random streams; the positions of the data's

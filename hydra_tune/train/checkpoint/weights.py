@@ -50,8 +50,8 @@ def load_module(task: TrainTask, path: str | Path) -> nn.Module:
             trial's checkpoints.
 
     Returns:
-        The module on the host, in the mode in which its factory leaves the module, for most modules training mode; call
-        `.eval()`.
+        The module on the device and in the mode in which its factory leaves the module, for most modules the host and
+        training mode; call `.eval()`.
 
     Raises:
         FileError: the file cannot be read, or is damaged.

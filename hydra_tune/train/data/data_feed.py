@@ -1,15 +1,16 @@
 """`TrialDataFeed`: the batches of one trial, drawn as a plain loop in its own process would, whatever other trials draw.
 
 `Trial` (`train/trial.py`) draws each training and validation batch through a feed, when the batch is due, or all batches
-of a step when the step is due. `fusion/matching/group_timing.py` draws the batches of timed steps. This module knows
-nothing of models, shards or devices.
+of a step when the step is due. `MemberTrial` (`fusion/group/member.py`) sets `gives_picks`, and
+`fusion/matching/group_timing.py` draws the batches of timed steps. This module knows nothing of models, shards or devices.
 
-Note: contexts. Code of the user's data runs inside the trial's random streams and the capture gate (`own_code`). A wait for
-workers runs outside the gate (`waiting`) if the draw cannot use the streams, so that no capture waits for a loader.
+Note: contexts. In this process, code of the user's data runs inside the trial's random streams and the capture gate
+(`own_code`). A wait for workers runs outside the gate (`waiting`) if the draw cannot use the streams, so that no capture waits
+for a loader.
 
 Note: skipping. When a trial was saved during a pass, the resumed trial begins the pass again from the positions that
-all streams and samplers had at its beginning, and draws and drops the batches that the trial has trained on. Where a
-loader's indices alone determine the next batches, only the indices are drawn. The repeated draws are not interleaved
+all streams and samplers had at its beginning, and draws and drops the batches that the trial has trained on. Where the indices
+of a loader without workers alone determine the next batches, only the indices are drawn. The repeated draws are not interleaved
 with the trial's training, so draws that depend on the training's random numbers differ. A pass can therefore be saved
 only at its end where the next batches depend on earlier draws by more than the order of torch's samplers, as in a
 generator that draws. The same holds where the pass draws again from a generator that others have moved since, as a
@@ -110,7 +111,7 @@ class TrialDataFeed:
     def draw(
         self, handle: DataHandle, *, shuffle: bool, skip: SkippedBatches | None = None
     ) -> Generator[Batch, None, None]:
-        """Draw the batches of one pass, each with the trial's own streams and not before the batch is needed.
+        """Draw the batches of one pass, none before the batch is needed; the user's code draws from the trial's own streams.
 
         Raises:
             TaskError: data that cannot be iterated, workers that cannot be started, or fewer batches than there are to
