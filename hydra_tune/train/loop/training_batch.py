@@ -83,7 +83,7 @@ class TrainingBatch(BatchUnits):
         return tuple(shard.trained for shard in self._plan.shards)
 
     def units(self, *, is_last: bool) -> Iterator[PendingUnit]:
-        """Yield the units: forwards up to the last shard, then backwards shard by shard, with updates where allowed."""
+        """Yield the forwards of all shards but the last, then the backwards, last shard first, with updates where allowed."""
         for index in range(self.num_shards - 1):
             yield self.forward_unit(index)
         for index in reversed(range(self.num_shards)):
