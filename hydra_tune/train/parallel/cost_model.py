@@ -1,6 +1,6 @@
 """Cost model of splitting: the time of an optimizer step on one device, data-parallel on several, and pipelined.
 
-Seconds of units come from the trial's `UnitTimes`; bytes come from the pilot; the bandwidth of a link is the bandwidth of the
+Seconds of units come from the trial's `UnitTimes`; bytes come from the pilot; the bandwidth of a link is that of the
 pool's copies so far. The model takes all devices to be alike. A device either computes or copies, because units of a split step
 are not prefetched. A copy between two devices occupies the links of both at the same time, and so counts once. `arrange`
 (`step_strategy.py`) compares the ways by this model before each step of several batches for which the pool offers idle devices
@@ -26,8 +26,8 @@ state, each summed over all shards. Let m' be the number of batches on one of D 
   the write-back of the update, Harmony's 3|W|), and nearly every cut lies between devices. The pipe fills in D - 1
   units; with fewer batches than devices, the devices wait for each other.
 * **Updates**: the parts of W, G and O that are not on the device are loaded, and changes are spilled, where W, G and O
-  do not all fit the device: 2O + W where the update follows the backward. After data-parallel batches the copies are W
-  + G more, because the sums are ready only when all batches have run.
+  do not all fit the device: 2O + W where the update follows the backward. After data-parallel batches without teams, W
+  + G more are copied, because the sums are ready only when all batches have run.
 """
 
 import math
