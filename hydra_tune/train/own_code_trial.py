@@ -8,7 +8,7 @@ user's step may run only while the burst has a device, so a generator yields `Bu
 cost the device. A step that does not fit even with its activations on the host is undone and run again from the same positions
 of all streams.
 
-Note: locks. A thread that resumes the generators holds the job's turn (`pool/runtime/job_state.py`); the trial takes no lock.
+Note: locks. In a pool, a thread that resumes the generators holds a turn (`pool/runtime/job_state.py`); the trial has no lock.
 """
 
 import itertools

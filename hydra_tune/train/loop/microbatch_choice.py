@@ -1,9 +1,8 @@
 """Choice of `split_batches="auto"`: a task's batches are cut into the number of pieces that suits the pool best.
 
-`shard/cost/microbatch_search.py` makes the choice. This module supplies the pieces to be examined, and remembers
-results in `PlanLibrary.piece_counts`: similar trials get the number of the first search. `SingleTrial`
-(`train/single_trial.py`) asks for the
-number when the trial has drawn its first training batch.
+`shard/cost/microbatch_search.py` makes the choice. This module supplies the pieces to be examined, and remembers results in
+`PlanLibrary.piece_counts`: similar trials get the number of the first search. `SingleTrial` (`train/single_trial.py`) asks for
+the number when the trial has drawn its first training batch. The module must not cut the model, nor choose devices.
 """
 
 from dataclasses import replace

@@ -2,8 +2,8 @@
 
 The plain loop (`reference_loop.py`) and the pool's trials (`train/single_trial.py`, `train/own_code_trial.py`) share this
 module, like `train/data/handles.py`, so that both train on the same pieces: both check the first batch before the first step,
-and cut every batch. `piece_count` (`microbatch_choice.py`) cuts a batch, too. A change of the sizes or of
-the order of pieces changes the last bits of both.
+and cut every batch. `piece_count` (`microbatch_choice.py`) cuts a batch, too. A change of the sizes or of the order of pieces
+changes the last bits of both.
 """
 
 import copy

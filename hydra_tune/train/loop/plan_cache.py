@@ -4,8 +4,8 @@
 batch or piece before the batch runs as shard units. `OwnCodeTrial` (`train/own_code_trial.py`) looks up a plan where the
 user's own code no longer fits the device. `arrange` (`train/parallel/step_strategy.py`) keeps the ways of a plan in its
 `CachedPlan`. A kind has further plans where other Python values, or answers of the batch's own values, need another graph. The
-plans themselves come from `PlanLibrary` (`shard/partition/plan_cache.py`), which trials share. All calls come between two units
-of the trial, so a `TrialPlanCache` takes no lock.
+plans themselves come from `PlanLibrary` (`shard/partition/plan_cache.py`), which trials share. All calls come from the trial,
+none of them from inside a shard unit, so a `TrialPlanCache` takes no lock.
 
 Note: limits. Each kind of batch needs a capture, and data with ever-new shapes would be captured for ever. So after
 some captures further kinds run whole where the model fits, and only the most recently used plans are kept.

@@ -16,7 +16,7 @@ state, each summed over all shards. Let m' be the number of batches on one of D 
   at the cuts are loaded and spilled once more.
 * **Data-parallel**: parameters go to the host and to each other device, 2W. Each batch that runs on another device than
   the batch before takes the sums over, G for each of the m - m' batches on helping devices. Where parameters and
-  gradients do not fit, batches go through each shard in *teams*, one team for each device: 2W + G on each device, at
+  gradients do not fit, batches go through each shard in N *teams*, each on a device: 2W + G on each device, at
   the same time, so 2N W of parameters in all. A team runs one shard behind the team before. With few shards the delay
   would be long: then each batch runs by itself, m' (2W + 4G) on each device, 2m W in all.
 * **Pipelined**: parameters and sums stay. Boundaries at cuts between devices are copied across, forward and back. Where

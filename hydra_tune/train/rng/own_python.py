@@ -8,7 +8,7 @@ installs the class once for the process, when the first streams are made, and gi
 
 Note: replaced functions. Most functions draw through `self.random()` and `self.getrandbits()`, so changing the class is
 enough. Five functions (`_REPLACED`) are bound to methods in C, or call such methods directly. This module replaces the
-five functions in `random`, and in every module, class, object's attribute, dict, list or closure that holds a function
+five functions in `random`, and in every module, class, object's attribute, dict, list or closure that holds one of the five
 (`from random import random`). Replacement is impossible in tuples (defaults of arguments), sets, slots, local variables
 of running functions, `functools.partial` and `staticmethod`: functions held there use the process's stream in every
 thread. The process's stream stays inside `random._inst`, so threads without a stream of their own see no difference.
