@@ -2,7 +2,7 @@
 
 `shard/cost/microbatch_search.py` makes the choice. This module supplies the pieces to be examined, and remembers results in
 `PlanLibrary.piece_counts`: similar trials get the number of the first search. `SingleTrial` (`train/single_trial.py`) asks for
-the number when the trial has drawn its first training batch. The module must not cut the model, nor choose devices.
+the number when the trial has drawn its first training batch. The module takes no lock: trials that search at once choose alike.
 """
 
 from dataclasses import replace

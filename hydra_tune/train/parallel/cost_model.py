@@ -5,7 +5,7 @@ pool's copies so far. The model takes all devices to be alike. A device either c
 are not prefetched. A copy between two devices occupies the links of both at the same time, and so counts once. `arrange`
 (`step_strategy.py`) compares the ways by this model before each step of several batches for which the pool offers idle devices
 (`pool/devices/idle_devices.py`), and `TrialRehearsal` (`train/timing/fake_trial.py`) for a forecast. All compared ways give the
-same bits.
+same bits. The module must not use devices or a clock.
 
 Note: bytes copied in a step of m batches. Let W be the bytes of parameters, G of their gradients and O of optimizer
 state, each summed over all shards. Let m' be the number of batches on one of D devices: m / D rounded up.

@@ -4,7 +4,8 @@ Torch keeps a single such state for all models on a GPU, hidden from Python. Set
 torch seed the state anew, by a draw from that generator, in the next recurrent module that drops values. A pool sets
 the generator whenever another trial computes. So that masks do not depend on other trials, or on how many steps
 a unit has, the state is seeded anew for each training batch or piece: `WholeModelRunner` (`train/loop/direct.py`) does so for
-a pool, and `train_plain` (`train/loop/reference_loop.py`) likewise. A captured unit sets the generator anyway.
+a pool, under the turn of the GPU's generator, and `train_plain` (`train/loop/reference_loop.py`) likewise. A captured unit sets
+the generator anyway.
 """
 
 import torch

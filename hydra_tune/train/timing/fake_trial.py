@@ -1,6 +1,6 @@
 """A trial's steps on tensors with sizes and no bytes: the same units, blocks and updates as in training, without numbers.
 
-`pool/dry_run/report.py` makes a `TrialRehearsal` for each kind of tasks of a forecast, and `pool/dry_run/executor.py` runs the
+`pool/dry_run/report.py` makes `TrialRehearsal`s for each kind of task of a forecast, and `pool/dry_run/executor.py` runs the
 units, both on the forecast's one thread and inside one `RehearsalFakeMode` (`shard/fake/fake_world.py`).
 
 Note: the trial's own parts. Everything that decides the location of bytes is the code of a real run: plan, groups, the
