@@ -345,7 +345,7 @@ class BatchUnits:
     def _surroundings(self, shard: Shard, device: Device, draws: str) -> AbstractContextManager[object]:
         """Return the context of a unit: random streams for the code, and no concurrent capture.
 
-        Eager code gets all of the trial's streams, a captured graph only the stream of the device.
+        Eager code gets all of the trial's streams, and a captured graph that draws only the stream of the device.
         """
         stack = ExitStack()
         if self._plan.eager:

@@ -2,10 +2,11 @@
 
 The pool's numbers are compared with this reference, so the module shares with the engine only how model and optimizer
 are built, how batches are drawn, cut, weighed and moved, how operators are cut, how a GPU's recurrent dropout is
-seeded, how results and errors are told, and the gate that keeps computations out while a pool captures. Forward,
-backward, clipping, update and averages must stay written out here. The loop runs one task at a time, on the CPU or a
-given device, with torch's present number of intra-op threads; the pool uses a single thread. People and benchmarks, such as
-`benchmarks/arms.py`, import `train_plain` from `hydra_tune` to check the pool's numbers; no module of the package calls it.
+seeded, how results and errors are told, the handle of a loop (`train/own_loop/handle.py`), and the gate that keeps
+computations out while a pool captures. Forward, backward, clipping, update and averages must stay written out here. The
+loop runs one task at a time, on the CPU or a given device, with torch's present number of intra-op threads; the pool uses a
+single thread. People import `train_plain` from `hydra_tune` to check the pool's numbers, and so do benchmarks, such as
+`benchmarks/arms.py`; no module of the package calls `train_plain`.
 """
 
 import importlib.util
