@@ -5,9 +5,11 @@ is a generator that yields wherever a unit is due. The pool runs the unit on a d
 generator. The module must not know the schedule.
 
 `JobPreparer` (`pool/runtime/preparer.py`) makes a trial. `JobState` (`pool/runtime/job_state.py`) advances the trial to its
-first unit and, on a worker's thread, after each unit, and closes the trial. `SingleTrial` (`single_trial.py`), `LoopTrial`
-(`own_loop/loop_trial.py`), `GroupTrial` (`fusion/group/group_trial.py`) and `PairTrial` (`fusion/runtime/pair_trial.py`)
-derive from `Trial`, the first two by `OwnCodeTrial` (`own_code_trial.py`). A group advances its members' trials.
+first unit and, on a worker's thread, after each unit, and closes the trial. `TrialCheckpointer`
+(`pool/checkpointing/writer.py`) takes a `snapshot`, and `LoaderWatchdog` (`pool/faults/loader_watchdog.py`) calls
+`leave_device` and `end_lease`. `SingleTrial` (`single_trial.py`), `LoopTrial` (`own_loop/loop_trial.py`), `GroupTrial`
+(`fusion/group/group_trial.py`) and `PairTrial` (`fusion/runtime/pair_trial.py`) derive from `Trial`, the first two by
+`OwnCodeTrial` (`own_code_trial.py`). A group advances its members' trials.
 
 Note: threads. Any thread may call `advance`, `snapshot` and `close`, but never two threads at once. While another thread is
 in the trial's program, a thread may read the figures and the clock, and call `set_ending`, `leave_device`, `end_lease`, and

@@ -3,8 +3,9 @@
 `SingleTrial` (`train/single_trial.py`) and `GroupTrial` (`fusion/group/group_trial.py`) yield the units, and a device's worker
 (`pool/runtime/worker.py`) runs each unit with the worker's device and pager, by `run_unit`. `train/timing/step_timing.py` and
 `fusion/matching/group_timing.py` call `run_unit` to time steps. `train/timing/fake_trial.py` yields the units of a forecast.
-The module must not choose units or devices; a unit only names the blocks and the workspace needed by the unit's computation,
-and the units that are expected next.
+`NextUnitPredictor` (`pool/devices/next_units.py`) asks for `following`, `OutOfMemoryHandler` (`pool/devices/oom_retry.py`) runs
+units again, and `SharedUnitTimes` (`train/timing/shared_times.py`) calls `unit_times`. The module must not choose units or
+devices; a unit only names the blocks and the workspace needed by the unit's computation, and the units that are expected next.
 
 `EvaluationBatch`, the evaluation of a batch, is here as well; training is in `training_batch.py`, batches of a fused
 group are in `fusion/group/group_step.py`. Bursts (`burst.py`) and the units of fused groups are `PendingUnit`s, too.

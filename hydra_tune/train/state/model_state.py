@@ -3,9 +3,10 @@
 `OwnCodeTrial` (`train/own_code_trial.py`) makes a `ModelState` for the plan of a trial, `GroupTrial`
 (`fusion/group/group_trial.py`) for the stacked model of a group, and `TrialRehearsal` (`train/timing/fake_trial.py`) for a
 forecast. Each unit (`train/loop/batch_units.py`) gets the groups of its shard from the `ModelState`; update units
-(`train/loop/training_batch.py`, `fusion/group/multi_step_unit.py`) call `update`. `TensorGroups` (`tensor_groups.py`) has
-the groups, and the rules of threads and locks; this module adds the optimizer's steps and state, and the user's own code. The
-module must not know the order of units.
+(`train/loop/training_batch.py`, `fusion/group/multi_step_unit.py`) call `update`, and `OptimizerStep`
+(`train/loop/optimizer_step.py`) calls `end_step`. Planned steps of groups (`fusion/runtime/step_arguments.py`) change the
+tensors themselves, and call `touched`. `TensorGroups` (`tensor_groups.py`) has the groups, and the rules of threads and locks;
+this module adds the optimizer's steps and state, and the user's own code. The module must not know the order of units.
 
 Note: the user's own code. Where units run the user's own step, parameters, buffers and optimizer state form a group each.
 The user's code may replace any of the tensors, add tensors, and create optimizer state at any time, so a burst
