@@ -38,7 +38,7 @@ def refuse_gradient_hooks(module: nn.Module) -> None:
 
 
 def gradient_hooks(module: nn.Module) -> Iterator[str]:
-    """Yield a description of each hook on the gradients of a module's parameters or submodules."""
+    """Yield a description of each hook on gradients: of parameters, of submodules, or of all modules of torch."""
     for name, parameter in module.named_parameters():
         for attribute, method in _OF_PARAMETERS.items():
             if getattr(parameter, attribute, None):

@@ -4,9 +4,11 @@
 `LoopTrial` (`own_loop/loop_trial.py`) derives from `OwnCodeTrial` for the state and the bursts alone.
 
 Note: bursts. `BurstRunner` (`train/loop/burst.py`) resumes the generators here within a unit, and reads their `BurstMark`s. The
-user's step may run only while the burst has a device, so a generator yields `BurstMark.NO_DEVICE` after each draw that may have
+user's step may run only while the burst has a device, so a generator yields `BurstMark.NO_DEVICE` after each draw that has
 cost the device. A step that does not fit even with its activations on the host is undone and run again from the same positions
 of all streams.
+
+Note: locks. In a pool, a thread that resumes the generators holds a turn (`pool/runtime/job_state.py`); the trial has no lock.
 """
 
 import itertools

@@ -26,7 +26,7 @@ def mark_seen(module: nn.Module) -> None:
 
 
 def own_copy(module: _Module, *, is_own: bool = False) -> _Module:
-    """Return the module, or a copy of a module that has a marked tensor; frozen parameters stay shared.
+    """Return the module, or a copy of a module that has a marked tensor; marked frozen parameters stay shared.
 
     `is_own` tells whether the module is the trial's own apart from frozen parameters, which may have been thawed since.
 

@@ -3,7 +3,7 @@
 The training loop is written once, as a generator that reads like a plain loop and yields wherever a shard unit is due.
 `OwnCodeTrial` (`own_code_trial.py`) has the steps and the evaluation by the user's own code.
 `JobPreparer` (`pool/runtime/preparer.py`) makes a `SingleTrial` for each admitted job with a `TrainTask` in a pool without
-fusion; with fusion, a job's trial is a `MemberTrial` (`fusion/group/member.py`), a subclass. Forecasts
+fusion; with fusion, `GroupMatcher` (`pool/fusion/group_matcher.py`) makes the subclass `MemberTrial`. Forecasts
 (`pool/dry_run/report.py`), profiles (`pool/dry_run/simulator_profile.py`) and measurements (`train/timing/step_timing.py`)
 make further `SingleTrial`s.
 

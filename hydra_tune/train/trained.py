@@ -1,7 +1,9 @@
 """`TrainingOutcome`: a finished run for the user, from the pool or the plain loop.
 
 The module knows nothing of jobs and devices. Users get the subclass `Result` (`pool/job.py`) at the end of a job, and
-`PlainResult` (`train/loop/reference_loop.py`) from `train_plain`.
+`PlainResult` (`train/loop/reference_loop.py`) from `train_plain`. `JobState` (`pool/runtime/job_state.py`),
+`pool/fusion/group_completion.py` and `train_plain` call `keep`. `isolation/sending.py` sends results from the pool's process,
+some with `WeightsAlone`.
 """
 
 from collections.abc import Mapping
@@ -82,7 +84,11 @@ class TrainingOutcome:
         self._module, self._optimizer = module, optimizer
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the module's `state_dict()`: the model's own names, tied names included."""
+        """Return the module's `state_dict()`: the model's own names, tied names included.
+
+        Raises:
+            HydraTuneError: the run has left no weights.
+        """
         return self._kept().state_dict()
 
     def optimizer_state_dict(self) -> dict[str, Any]:

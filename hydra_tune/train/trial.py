@@ -5,15 +5,17 @@ is a generator that yields wherever a unit is due. The pool runs the unit on a d
 generator. The module must not know the schedule.
 
 `JobPreparer` (`pool/runtime/preparer.py`) makes a trial. `JobState` (`pool/runtime/job_state.py`) advances the trial to its
-first unit and, on a worker's thread, after each unit, and closes the trial. `SingleTrial` (`single_trial.py`), `LoopTrial`
-(`own_loop/loop_trial.py`), `GroupTrial` (`fusion/group/group_trial.py`) and `PairTrial` (`fusion/runtime/pair_trial.py`)
-derive from `Trial`.
+first unit and, on a worker's thread, after each unit, and closes the trial. `TrialCheckpointer`
+(`pool/checkpointing/writer.py`) takes a `snapshot`, and `LoaderWatchdog` (`pool/faults/loader_watchdog.py`) calls
+`leave_device` and `end_lease`. `SingleTrial` (`single_trial.py`), `LoopTrial` (`own_loop/loop_trial.py`), `GroupTrial`
+(`fusion/group/group_trial.py`) and `PairTrial` (`fusion/runtime/pair_trial.py`) derive from `Trial`, the first two by
+`OwnCodeTrial` (`own_code_trial.py`). A group advances its members' trials.
 
 Note: threads. Any thread may call `advance`, `snapshot` and `close`, but never two threads at once. While another thread is
-in the trial's program, a thread may read the figures and call `leave_device`, `end_lease`, and `close` after a loader's
-timeout.
+in the trial's program, a thread may read the figures and the clock, and call `set_ending`, `leave_device`, `end_lease`, and
+`close` after a loader's timeout.
 
-Note: outside of units, bursts and captures, the user's code runs inside `_own_code`, so that its draws come from the
+Note: outside of units, bursts and captures, the code of a `TrainTask` runs inside `_own_code`, so that its draws come from the
 trial's streams, and no capture runs meanwhile. `close` gives the claim on the module up once the state is home.
 """
 
@@ -222,7 +224,7 @@ class Trial(TrialFigures):
             self._claimed.is_ending = is_ending
 
     def leave_devices(self) -> bool:
-        """Return False: a group has handed over its members' states before; as of `OwnCodeTrial` for all other trials."""
+        """Return False: groups have handed over their members' states before; `OwnCodeTrial` has its own method."""
         return False
 
     def close(self, *, keep: bool) -> None:

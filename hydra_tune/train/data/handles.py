@@ -2,9 +2,11 @@
 
 `TrialLoaderCopies` (`loader_copies.py`) calls `make_loader` at the start of each pass, in the plain loop and in the
 pool, so both draw the same batches from the same random streams: iterating moves the streams, once per `iter()` and
-perhaps once per batch. Trials (`train/single_trial.py`, `train/own_code_trial.py`), the plain loop
-(`train/loop/reference_loop.py`) and fused members (`fusion/group/member.py`) count, refuse and move batches by the other
-functions. The module must not know models, trials or the pool.
+perhaps once per batch. Trials (`train/trial.py`, `train/trial_figures.py`, `train/single_trial.py`,
+`train/own_code_trial.py`), steps by the user's own code (`train/loop/direct.py`), pieces of batches
+(`train/loop/microbatches.py`, `train/loop/microbatch_choice.py`), the plain loop (`train/loop/reference_loop.py`) and fused
+members (`fusion/group/member.py`) count, refuse, move and group batches by the other functions. The module must not know
+models, steps, trials or the pool's devices.
 """
 
 import copy
@@ -22,7 +24,7 @@ from hydra_tune.task import Batch, DataHandle, length_of
 
 
 def make_loader(handle: DataHandle, batch_size: int | None, shuffle: bool) -> Iterable[Batch]:
-    """Turn a data handle into an iterable of batches for one pass: a `DataLoader` itself, or the result of a callable.
+    """Turn a data handle into an iterable of batches for one pass: a `DataLoader`, or the result of a callable.
 
     `batch_size` and `shuffle` are for a `Dataset` only: a smaller last batch is kept, and an `IterableDataset` keeps its own
     order.
@@ -74,9 +76,9 @@ def no_batch(name: str, handle: DataHandle, epoch: int | None = None) -> TaskErr
 
 
 def num_samples(batch: Batch) -> int:
-    """Return the samples in a batch: the first dimension of its first non-empty tensor with dimensions; else 1.
+    """Return the samples in a batch: the first dimension of its first tensor whose first dimension is not 0.
 
-    A batch whose tensors are all empty has 0 samples.
+    A batch has 1 sample without a tensor with dimensions, and 0 if all first dimensions are 0.
     """
     if isinstance(batch, tuple | list) and batch and isinstance(first_leaf := batch[0], Tensor) and first_leaf.dim():
         # The usual case, kept short because every batch is asked.

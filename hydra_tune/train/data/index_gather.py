@@ -1,19 +1,20 @@
-"""Batches as a gather: for loaders of plain tensors, only indices are drawn, because torch's collation is known.
+"""Batches as a gather: for loaders of plain tensors, only indices are drawn, because torch's own collation is known.
 
 A `DataLoader` of a `TensorDataset` takes each sample apart and stacks the samples again; `tensor[indices]` gives the
 same bits. The indices come from the loader's own samplers, which draw the same numbers at the same time as in a plain
 loop. `TrialDataFeed` (`data_feed.py`) calls `source_of` at the start of each pass over a `DataLoader`, and draws only
 indices if the loader is known. Members of fused groups (`fusion/group/member.py`) get the indices themselves, and
-`fusion/group/batched_inputs.py` gathers the batches of all members at once.
+`fusion/group/batched_inputs.py` gathers the batches of all members at once. The module must not know models, steps or the
+pool's devices, and takes no lock, because one thread at a time draws for a trial.
 
-Note: known loaders. A loader is known if the loader, its samplers, its data and its collation are exactly torch's own classes
-and the loader has no workers and pins no memory, so that no code of the user's is involved. Every other loader draws its
-batches itself.
+Note: known loaders. A loader is known if the loader, its samplers, its data and its collation are exactly torch's own classes,
+the tensors are plain (`_is_plain`), and the loader has no workers and pins no memory, so that no code of the user's is
+involved. Every other loader draws its batches itself.
 
-Note: time of draws. Torch draws the base seed of workers in `iter()`, and a sampler without a generator draws its own
+Note: time of draws. Torch draws the base seed of workers in `iter()`, and a `RandomSampler` without a generator draws its own
 seed with the first index, both from the trial's streams; later indices draw nothing from the streams. So with a sampler
 without a generator, all indices are taken with the first, up to a limit. A sampler with a generator of the user's may
-draw between batches and at the end of the pass, so its indices are taken as needed.
+draw from the generator between batches and at the end of the pass, so its indices are taken as needed.
 """
 
 import functools
@@ -46,7 +47,7 @@ class GatherSource:
     Attributes:
         first_tensors: samples along the first dimension, at the start of the pass.
         chosen: indices of the present samples, in order; None: all.
-        data: the data set whose tensors they are; None: a batch is the bare tensor, and not a list.
+        data: the data set that holds `first_tensors`; None: a batch is the bare tensor, and not a list.
     """
 
     first_tensors: tuple[Tensor, ...]
@@ -84,7 +85,7 @@ class GatherSource:
         return [tensor.index_select(0, indices) for tensor in self.tensors]
 
     def leaves(self, size: int) -> BatchLeaves:
-        """Return the leaves of a batch of a given size, without tensors; the same object for all sources that are alike."""
+        """Return the leaves of a batch of a given size, without tensors; sources that are alike mostly share the object."""
         return _leaves(_kinds(self.first_tensors), size, is_bare=self.is_bare)
 
     def batch(self, indices: Tensor) -> Batch:
@@ -141,7 +142,7 @@ def source_of(loader: DataLoader[Any]) -> GatherSource | None:
 
 
 def _known_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler | None:
-    """Return the sampler of a loader that is torch's own, but for its data, and has no workers; None for any other loader."""
+    """Return the sampler of a loader that is torch's own, but for its data, without workers and pinned memory; else None."""
     if type(loader) is not DataLoader or loader.num_workers or loader.pin_memory:
         return None
     # A user may have registered another collation of tensors in torch's map.
@@ -159,7 +160,7 @@ class GatherPass:
         iterator: iterator of the loader, before its first batch.
 
     Attributes:
-        draws: whether the next batches draw from the trial's streams.
+        draws: whether the next batches may draw from the trial's streams: until the first `look`.
     """
 
     def __init__(self, source: GatherSource, iterator: _SingleProcessDataLoaderIter) -> None:
@@ -186,7 +187,7 @@ class GatherPass:
         return self._picks([first_index])
 
     def look(self) -> None:
-        """Draw the first index, unless done before, and all other indices where the first index decides them."""
+        """Draw the indices of the first batch, unless done before; all later indices, too, if the sampler has no generator."""
         if not self.draws:
             return
         self.draws = False

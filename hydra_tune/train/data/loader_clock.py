@@ -4,18 +4,19 @@
 `LoaderWatchdog` (`pool/faults/loader_watchdog.py`) reads the clock meanwhile and gives up on a draw that takes too long.
 The watchdog, `JobDispatcher` (`pool/runtime/dispatcher.py`) and `pool/fusion/group_loaders.py` abandon draws. `JobState`
 (`pool/runtime/job_state.py`) and `pool/fusion/job_table.py` put the watchdog's error in the place of a `LoaderInterrupt`, and
-call `released` once the trial is closed.
+call `released` once the trial is closed. `pool/fusion/group_matcher.py` catches a `LoaderInterrupt` of a compared member, and
+`Trial` (`train/trial.py`) with `SingleTrial` (`train/single_trial.py`) leaves the program of an abandoned thread alone.
 
 Note: giving up. No other thread can stop a hanging loader, but Python raises an exception in a thread as soon as the
 thread returns from a wait (`PyThreadState_SetAsyncExc`). So a thread that the pool has given up on finds
 `LoaderInterrupt` raised in the user's code: at once where the code runs Python, never where the code hangs in a system
-call. In the second case the pool abandons the thread: the pool takes away the thread's capture gate, so other trials
-go on, and the thread ends on its return, if ever. Before ending, the thread waits until the trial's memory has been
+call. In the second case the pool abandons the thread: the pool no longer counts the thread inside the capture gate, so other
+trials go on, and the thread ends on its return, if ever. Before ending, the thread waits until the trial's memory has been
 given back, so two threads never work on the trial at once.
 
-Note: races. A single lock decides whether a draw is over and whether the draw has been given up on, so no thread is
+Note: races. The clock's lock decides whether a draw is over and whether the draw has been given up on, so no thread is
 interrupted in the pool's own code. An exception pending at the end of the draw is cancelled, and raised by the clock
-instead.
+instead. The pool's lock comes before the clock's.
 """
 
 import ctypes
@@ -42,7 +43,7 @@ class DrawClock:
 
     Attributes:
         handle, thread: of the present or last draw.
-        is_abandoned: whether the draw under way has been abandoned, so that its thread holds nothing any more.
+        is_abandoned: whether the last draw has been abandoned, so that its thread holds nothing any more.
         is_in_process: whether captures wait for the draw.
     """
 
@@ -110,9 +111,9 @@ class DrawClock:
             return True
 
     def abandon(self) -> bool:
-        """Release everything of the draw under way that others wait for; return False if the draw is over.
+        """Interrupt the draw under way, and take its thread out of the capture gate; return False if the draw is over.
 
-        The caller must call `released` once the trial's memory has been given back.
+        A call of `released` must follow once the trial's memory has been given back.
         """
         with self._lock:
             if self._began is None:

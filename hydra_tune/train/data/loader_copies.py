@@ -1,10 +1,11 @@
 """A trial's own copies of objects that change while data is drawn.
 
 A `DataLoader`, the sampler and the generator are the user's objects, may belong to several trials, and change with each
-iteration. A trial draws from copies in the state left by the user, except for a data pipe, and for a loader inside a callable.
-The samples are never copied: a dataset with random streams of its own, and an `IterableDataset` that is no data pipe, has a
-shallow copy. `TrialDataFeed` (`data_feed.py`) and `train_plain` (`train/loop/reference_loop.py`) get the batches of each pass
-from `TrialLoaderCopies`.
+iteration. A trial draws from copies in the state left by the user, except for a data pipe, and for a loader that a callable
+draws from in place of returning it. A dataset's samples are never copied: a dataset with random streams of its own, and an
+`IterableDataset` that is no data pipe, has a shallow copy. `TrialDataFeed` (`data_feed.py`) and `train_plain`
+(`train/loop/reference_loop.py`) get the batches of each pass from `TrialLoaderCopies`. The module must not know models, steps
+or the pool's devices, and takes no lock, because one thread at a time works on a trial.
 """
 
 import copy
@@ -72,7 +73,7 @@ class TrialLoaderCopies:
     handle, and in the order of creation only within each.
 
     Attributes:
-        current_handle: place of the data handle used last, in the order of their first use.
+        current_handle: place of the data handle used last, in the order of the handles' first use.
     """
 
     def __init__(self) -> None:
@@ -150,7 +151,7 @@ class TrialLoaderCopies:
         return batches
 
     def _take_over_changes(self) -> None:
-        """Copy what the user has set since on the originals: numbers and texts, as `sampler.set_epoch(n)`, and weights."""
+        """Copy numbers and texts set since on the originals, as by `sampler.set_epoch(n)`, and collections of samplers."""
         for known in list(self._copies.values()):
             new_attributes = _plain_attributes(_resolved(known.original))
             changes = {
@@ -165,7 +166,7 @@ class TrialLoaderCopies:
                 self._take_over_values(known)
 
     def _take_over_values(self, known: _KnownCopy) -> None:
-        """Copy the weights, indices and other collections of a sampler that the user has replaced or changed since."""
+        """Copy a sampler's collections, such as weights, that the user has changed since, unless the copy has changed, too."""
         original, old_marks, own_marks = _resolved(known.original), known.marks, known.own_marks
         known.marks = _marks_of(original)
         # A collection that the sampler makes for itself, as when asked for its length, is no change of the user's.
@@ -217,7 +218,7 @@ class TrialLoaderCopies:
         return own_copy
 
     def stream_in(self, original: Any) -> Any:
-        """Return the object, or a shallow copy in which the trial's own random streams replace the object's."""
+        """Return a stream's copy; for other data, the object itself, or a shallow copy with the trial's own random streams."""
         known_copy = self._known(original)
         if known_copy is not None:
             return known_copy
@@ -355,10 +356,10 @@ def _plain_attributes(original: object) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mark:
-    """A mark of a collection, not equal to an earlier mark once the collection has been replaced or changed.
+    """A mark of a collection, not equal to an earlier mark once the collection has been replaced, or changed and `state` tells.
 
     Attributes:
-        state: the version of a tensor, the hash of an array, or the items of any other collection.
+        state: the version of a tensor, the hash of an array, or the items of any other collection; 0 where not followed.
     """
 
     value: Any

@@ -1,9 +1,9 @@
 """Positions of a trial's own copies of samplers, generators and datasets, as values for a checkpoint.
 
-`TrialLoaderCopies` (`loader_copies.py`) reads the positions for each checkpoint and at the start of each pass of a trial
-that is saved, and sets the copies to saved positions when a trial resumes or repeats a draw. The positions may be live
-objects, which the next draw changes: `Trial` (`train/trial.py`) copies the positions that have to stay. The module must
-never change an original, and must not know models or steps.
+`TrialLoaderCopies` (`loader_copies.py`) reads the positions for each checkpoint, before a draw that will be repeated, and at
+the start of each training pass of a trial that is saved, and sets the copies to positions when a trial resumes or repeats a
+draw. The positions may be live objects, which the next draw changes: `Trial` (`train/trial.py`) copies the positions that
+have to stay. The module must never change an original, and must not know models or steps.
 """
 
 import random

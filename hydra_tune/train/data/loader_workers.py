@@ -1,14 +1,15 @@
 """Safe start and end of a `DataLoader`'s worker processes.
 
 `HydraExecutor` (`executor.py`) calls `prepare` when a task is submitted and `leave` when the executor shuts down, and
-`TrialDataFeed` (`data_feed.py`) calls `ready` before the workers of a pass start, and `end` after a pass. `HydraExecutor`
-also asks `is_worker_starting`, because a new worker may import a script that makes an executor.
+`TrialDataFeed` (`data_feed.py`) calls `ready` before training and before workers start, and `end` after a pass or, for
+persistent workers, at the trial's end. `HydraExecutor` also asks `is_worker_starting`, because a new worker may import a
+script that makes an executor.
 
 Note: fork. A process with many threads must not fork: a lock held by another thread at the fork stays locked in the child
 for ever. So unless the user chose a context or another start method, workers are forked by `worker_server`, a process
-without threads. A loader's parts are pickled each time workers start, so workers get the present state. `ready` must run
-outside the capture gate, because moving tensors to shared memory needs the gate for itself. This module knows nothing of
-trials.
+without threads. Unless the user chose "fork", a loader's parts are pickled each time workers start, so workers get the
+present state. `ready` must run outside the capture gate, because moving tensors to shared memory needs the gate for itself.
+This module knows nothing of trials.
 """
 
 import copy
@@ -44,7 +45,7 @@ def ready(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Make a loader that may start workers here. Do not call this inside the capture gate.
 
     Args:
-        loader: any loader; left unchanged, except for a move of large tensors in the data to shared memory.
+        loader: any loader; left unchanged, except for a move of large tensors in its parts to shared memory.
 
     Returns:
         The loader itself if there are no workers. Otherwise a copy with three changes: workers receive packed parts of
@@ -163,7 +164,7 @@ def _warm_up() -> None:
 
 
 class _WorkerStart:
-    """First code in a worker: sets the worker up as a forked worker would be, then calls the user's `worker_init_fn`."""
+    """The `worker_init_fn` of each worker: sets torch's default dtype, ignores Ctrl-C, then calls the user's function."""
 
     # Whether this process has already warned of slow starts.
     is_told = False

@@ -1,6 +1,6 @@
 """Transfer of a loader's parts, such as the dataset, to worker processes in the present state.
 
-`ready` (`loader_workers.py`) packs the parts of a loader before the workers of a pass start. Pickling a
+`ready` (`loader_workers.py`) packs the parts of a loader before training and before workers start. Pickling a
 `LoaderWorkerPayload` for a starting worker sends the part, and the worker unpacks the part as the worker reads the pickle.
 The module must not know models, steps or the pool's devices.
 
@@ -65,7 +65,7 @@ class LoaderWorkerPayload:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes sent to each worker."""
+        """Bytes of the pickle, which each worker is sent."""
         return len(self._pickled)
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
@@ -161,7 +161,7 @@ class _PayloadUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True, slots=True)
 class _TensorPlace:
-    """A tensor as a view of a storage, given by its number."""
+    """A tensor as a view of a storage, given by the storage's number."""
 
     storage: int
     dtype: torch.dtype
@@ -253,7 +253,7 @@ def _unpack(
 
 
 def _mapped_again(value: Any) -> Any:
-    """Return how a worker maps the file of a memory-mapped array; `NotImplemented` if the file may not hold the array."""
+    """Return how a worker maps a memory-mapped array; `NotImplemented` for other values, or if the file may lack the array."""
     numpy = sys.modules.get("numpy")
     if numpy is None or type(value) is not numpy.memmap or value.mode not in ("r", "r+", "w+"):
         return NotImplemented

@@ -106,7 +106,7 @@ class LoaderForkServer(forkserver.ForkServer):
             self._is_running(listener, pid, alive_w)
 
     def stop(self) -> None:
-        """End the server; its workers have ended."""
+        """End the server; its workers must have ended."""
         with self._lock:
             pid = self._forkserver_pid  # None where `ensure_running` has found that the server has ended
             if self._forkserver_alive_fd is None or self._forkserver_address is None:
@@ -165,7 +165,10 @@ def _has_ended(pid: int, options: int) -> bool:
 
 
 class ForkServerRegistry:
-    """The server of present workers, alive while at least one holder needs workers."""
+    """The servers of present workers, the newest last: alive until the last holder leaves.
+
+    Without a holder, a server that `current` has begun lives until the next `hold`, or until the program's end.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -200,7 +203,7 @@ class ForkServerRegistry:
                     self._stop()
 
     def current(self) -> LoaderForkServer:
-        """Return the server; start a server if none lives."""
+        """Return the newest server; begin another if that server has ended, or if there is none."""
         with self._lock:
             if not self._running or not self._running[-1].is_running():
                 self._begin()

@@ -1,9 +1,11 @@
 """A batch as units for the pool to run in turn on any device: the part common to training and evaluation.
 
-A trial (`train/single_trial.py`) yields the units, and a device's worker (`pool/runtime/worker.py`) runs each unit with
-the worker's device and pager, by `run_unit`. `train/timing/step_timing.py` and `fusion/matching/group_timing.py` call
-`run_unit` to time steps. The module must not choose units or devices; a unit only names the blocks and the
-workspace needed by the unit's computation, and the units that are expected next.
+`SingleTrial` (`train/single_trial.py`) and `GroupTrial` (`fusion/group/group_trial.py`) yield the units, and a device's worker
+(`pool/runtime/worker.py`) runs each unit with the worker's device and pager, by `run_unit`. `train/timing/step_timing.py` and
+`fusion/matching/group_timing.py` call `run_unit` to time steps. `train/timing/fake_trial.py` yields the units of a forecast.
+`NextUnitPredictor` (`pool/devices/next_units.py`) asks for `following`, `OutOfMemoryHandler` (`pool/devices/oom_retry.py`) runs
+units again, and `SharedUnitTimes` (`train/timing/shared_times.py`) calls `unit_times`. The module must not choose units or
+devices; a unit only names the blocks and the workspace needed by the unit's computation, and the units that are expected next.
 
 `EvaluationBatch`, the evaluation of a batch, is here as well; training is in `training_batch.py`, batches of a fused
 group are in `fusion/group/group_step.py`. Bursts (`burst.py`) and the units of fused groups are `PendingUnit`s, too.
@@ -344,7 +346,7 @@ class BatchUnits:
     def _surroundings(self, shard: Shard, device: Device, draws: str) -> AbstractContextManager[object]:
         """Return the context of a unit: random streams for the code, and no concurrent capture.
 
-        Eager code gets all of the trial's streams, a captured graph only the stream of the device.
+        Eager code gets all of the trial's streams, and a captured graph that draws only the stream of the device.
         """
         stack = ExitStack()
         if self._plan.eager:

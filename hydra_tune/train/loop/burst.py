@@ -5,7 +5,8 @@ about 50 ms: the trial takes a single lease, and the scheduler handles a single 
 for an answer, or between two steps: after its time, once its end is requested, or where a capture waits. A burst also
 ends where the lease has ended during a draw, and with the program's part that runs in bursts.
 `OwnCodeTrial` (`train/own_code_trial.py`) makes the runner, also for a loop of the user's own
-(`train/own_loop/loop_trial.py`). `Trial.advance` (`train/trial.py`) returns the next burst as a unit, and a worker
+(`train/own_loop/loop_trial.py`), and `WholeModelRunner` (`direct.py`) or `LoopUnitMemory` (`train/own_loop/unit_memory.py`) are
+the `BurstSteps`. `Trial.advance` (`train/trial.py`) returns the next burst as a unit, and a worker
 (`pool/runtime/worker.py`) runs the burst, and so the trial's program, on the worker's thread. The pool tells bursts from
 other units by `BURST`.
 
@@ -92,7 +93,7 @@ class BurstRunner:
         direct: runs the trial's steps.
 
     Attributes:
-        is_asked_to_end: returns whether an end of the present burst is requested; called after each step.
+        is_asked_to_end: returns whether an end of the present burst is requested; asked between steps.
         passes_report: returns whether a value of the program is a report that needs no answer, and notes the report; the
             burst then continues.
         due: last value of the program, if meant for others.

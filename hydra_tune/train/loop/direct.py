@@ -1,22 +1,22 @@
 """Steps of a trial that fits its device whole: the user's own module and step, run as in a plain loop.
 
 Nothing is captured, so nothing about the user's code is frozen. `OwnCodeTrial` (`train/own_code_trial.py`) calls
-`WholeModelRunner` for each batch and each optimizer step while a burst runs the trial's program. This module knows
-nothing of bursts, of other trials or of the schedule.
+`WholeModelRunner` for each batch and each optimizer step, inside `held`, the trial's streams and the capture gate, all entered
+by a burst (`burst.py`). The module takes no lock, and must not know other trials or the schedule.
 
 Note: memory. The activations of a step are known only once the step has run, so the first step of each kind is
-*followed*: a mode sees each operator of the step and takes room on the device's ledger for the operator's results
-(`workspace_tracker.py`). Where the room is used up, tensors saved by autograd so far go to the host, and tensors saved
-later go there at once: the step completes and counts, and the trial is cut from its next step on, or, where no cut is
-possible, spills in every step (`always_sheds`). Later steps of the kind get the room of the first step, and are not
-followed. The shapes of a batch define the kind: a batch that is no larger in any dimension needs no more room.
+*followed*: a mode sees each operator (in mixed precision, autograd's hooks see saved tensors) and takes room on the device's
+ledger for the results (`workspace_tracker.py`). Where the room is used up, tensors saved by autograd so far go to the host,
+and tensors saved later go there at once: the step completes and counts, and the trial is cut from its next step on, or,
+where no cut is possible, spills in every step (`always_sheds`), each of which is followed. Other later steps of the kind get
+the room of the first step. A kind is a structure of batches: a batch that is no larger in any dimension needs no more room.
 
 Note: undo. Where spilling activations does not help, a single operator needs more than the device has. Until the optimizer
 steps, only buffers, gradients, random streams and Python state of the trial have changed: `undo` restores all four, and the
 batches of the step run once more, cut. The same holds for a validation batch.
 
 Note: notes of Python state. A note walks through all Python values that the step may read, so only followed steps take
-one. Where all steps are followed, the first alone does, and later steps are undone only if the first changed nothing.
+one. Where all steps are followed, the first alone does, and later steps are undone only if no noted step changed a value.
 """
 
 import datetime as dt
@@ -68,7 +68,7 @@ class WholeModelRunner:
     Attributes:
         workspace_bytes: largest room beside the state needed by the steps so far.
         passes_gate: as of `BurstSteps`.
-        has_followed: whether a step was followed; reset by whoever has taken note.
+        has_followed: whether a step was followed, or has made state late; reset by `OwnCodeTrial`.
         has_shed: whether a step fit only because its activations went to the host, or the next step will not fit.
         always_sheds: whether activations go to the host in every step, because the model can be cut no finer.
     """
@@ -261,13 +261,12 @@ class WholeModelRunner:
         return any(parameter.grad is not None for parameter in self._module.parameters())
 
     def _placed(self, mode: str, batch: Batch) -> Batch:
-        """Move the batch to the device of the step; follow the step if no step of its kind has been followed."""
+        """Move the batch to the device of the step; follow the step unless the room for batches of its kind is known."""
         assert self._device is not None
         self._follow_on()
         if not self._device.is_host:
             batch = moved(batch, self._device.torch_device)
-        # With accumulation, a later batch of the step may be of a new kind and need an undo that covers the earlier
-        # batches.
+        # With accumulation, a later batch of the step may be of a new kind, and its undo has to cover the earlier batches.
         if mode == "train" and self._task.accumulate > 1 and self._before is None and not self._has_begun:
             self._before = _StepBackup(self._module, self._optimizer, self._streams, self._device)
         quick = _quick_key(mode, batch)

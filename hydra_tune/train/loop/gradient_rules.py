@@ -5,7 +5,9 @@ For a model in shards, all three happen shard by shard, with the numbers of `tor
 its updates in a separate phase. `TrainingBatch` (`training_batch.py`) calls `GradientProcessor.complete` after the last
 backward of a shard, and `ModelState` (`train/state/model_state.py`) calls `clip` before each update. `WholeModelRunner`
 (`direct.py`), for the user's own step, calls torch's own clipping (`clip_plainly`), or both with loss scaling. `GroupGradients`
-(`fusion/group/group_step.py`) are the rules of a fused group.
+(`fusion/group/group_step.py`) are the rules of a fused group, and `train/timing/fake_trial.py` has rules for forecasts. `Trial`
+(`train/trial.py`) makes and saves a trial's rules, and `OptimizerStep` (`optimizer_step.py`) ends each step (`next_step`). The
+module must not know where blocks are, and takes no lock: units complete the gradients of a step one after the other.
 
 Note: the norm. `clip_grad_norm_` takes the norm of the stack of all tensors' norms. Here each tensor's norm is taken
 where the gradient is created, and kept as a number; torch's own function over one-element tensors of the numbers then
@@ -88,7 +90,7 @@ class GradientProcessor:
 
         Args:
             parameters: parameters with gradients, on one device.
-            order: names of all parameters of the optimizer, in the task's order.
+            order: in the task's order, names of the optimizer's parameters, at least of all with gradients.
         """
         if self._max_norm is None:
             return

@@ -1,8 +1,8 @@
 """Choice of `split_batches="auto"`: a task's batches are cut into the number of pieces that suits the pool best.
 
-`shard/cost/microbatch_search.py` makes the choice. This module supplies the pieces to be examined, and remembers
-results: similar trials get the same number from a single search. `SingleTrial` (`train/single_trial.py`) asks for the
-number when the trial has drawn its first training batch.
+`shard/cost/microbatch_search.py` makes the choice. This module supplies the pieces to be examined, and remembers results in
+`PlanLibrary.piece_counts`: similar trials get the number of the first search. `SingleTrial` (`train/single_trial.py`) asks for
+the number when the trial has drawn its first training batch. The module takes no lock: trials that search at once choose alike.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ def piece_count(
 ) -> PieceCountChoice:
     """Choose the number of pieces by the first batch. Call this inside the trial's own random streams.
 
-    Module, optimizer and batch are only read; the module is in training mode afterwards.
+    Module, optimizer and batch are only read; a search leaves the module in training mode.
 
     Raises:
         BudgetError: not even pieces of one sample fit.

@@ -1,8 +1,9 @@
 """Batches cut into pieces, for `split_batches`: the cutting, and the check that cutting changes no result.
 
 The plain loop (`reference_loop.py`) and the pool's trials (`train/single_trial.py`, `train/own_code_trial.py`) share this
-module, like `train/data/handles.py`, so that both train on the same pieces: each checks its first batch, and cuts every
-batch. A change of the sizes or of the order of pieces changes the last bits of both.
+module, like `train/data/handles.py`, so that both train on the same pieces: both check the first batch before the first step,
+and cut every batch. `piece_count` (`microbatch_choice.py`) cuts a batch, too. A change of the sizes or of the order of pieces
+changes the last bits of both.
 """
 
 import copy

@@ -19,6 +19,9 @@ because the last batch was not known to be the last.
 
 Note: order of sums. The gradient of a parameter is summed batch after batch, in the order of the draws, whichever way
 the batches run; another order would change the last bits.
+
+Note: locks. One thread at a time runs a trial's program, so an `OptimizerStep` takes no lock; workers beside each other meet in
+the `ParallelStep`, which has a lock.
 """
 
 import math

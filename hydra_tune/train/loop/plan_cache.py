@@ -2,9 +2,10 @@
 
 `Trial` (`train/trial.py`) makes a `TrialPlanCache`, and `SingleTrial` (`train/single_trial.py`) looks up the plan of each
 batch or piece before the batch runs as shard units. `OwnCodeTrial` (`train/own_code_trial.py`) looks up a plan where the
-user's own code no longer fits the device. A kind has further plans where other Python values, or answers of the
-batch's own values, need another graph. The plans themselves come from `PlanLibrary` (`shard/partition/plan_cache.py`),
-which trials share. All calls come between two units of the trial.
+user's own code no longer fits the device. `arrange` (`train/parallel/step_strategy.py`) keeps the ways of a plan in its
+`CachedPlan`. A kind has further plans where other Python values, or answers of the batch's own values, need another graph. The
+plans themselves come from `PlanLibrary` (`shard/partition/plan_cache.py`), which trials share. All calls come from the trial,
+none of them from inside a shard unit, so a `TrialPlanCache` takes no lock.
 
 Note: limits. Each kind of batch needs a capture, and data with ever-new shapes would be captured for ever. So after
 some captures further kinds run whole where the model fits, and only the most recently used plans are kept.
@@ -41,7 +42,7 @@ from hydra_tune.train.timing.unit_times import UnitTimes
 
 _LOGGER = logging.getLogger(__name__)
 
-# Kinds of batches that are captured in a trial; further kinds run whole where the model fits.
+# Captures of a mode (training or evaluation) in a trial; further kinds run whole where the model fits.
 _MAX_CAPTURES = 8
 _MAX_PLANS = 128
 _MANY_CHANGES = 8  # of what a step reads, of which the user is told

@@ -2,10 +2,11 @@
 
 The pool's numbers are compared with this reference, so the module shares with the engine only how model and optimizer
 are built, how batches are drawn, cut, weighed and moved, how operators are cut, how a GPU's recurrent dropout is
-seeded, how results and errors are told, and the gate that keeps computations out while a pool captures. Forward,
-backward, clipping, update and averages must stay written out here. The loop runs one task at a time, on the CPU or a
-given device, with torch's present number of intra-op threads; the pool uses a single thread. People import
-`train_plain` from `hydra_tune` to check the pool's numbers on a task of their own.
+seeded, how results and errors are told, the handle of a loop (`train/own_loop/handle.py`), and the gate that keeps
+computations out while a pool captures. Forward, backward, clipping, update and averages must stay written out here. The
+loop runs one task at a time, on the CPU or a given device, with torch's present number of intra-op threads; the pool uses a
+single thread. People import `train_plain` from `hydra_tune` to check the pool's numbers, and so do benchmarks, such as
+`benchmarks/arms.py`; no module of the package calls `train_plain`.
 """
 
 import importlib.util
@@ -61,7 +62,7 @@ class PlainResult(TrainingOutcome):
     None: `train_plain` raises errors.
 
     Attributes:
-        losses: the training loss of every batch in order; for a split batch, the mean over its samples.
+        losses: the training loss of every batch in order; for a split batch, the mean over its samples; empty for a `LoopTask`.
     """
 
     losses: list[float] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""`StepComparisons`: comparisons of captured steps with eager steps before reports, within a hundredth of the time.
+"""`StepComparisons`: comparisons of captured steps with eager steps before reports, in about a hundredth of the time.
 
 A graph repeats what no guard can see: a clock, an answer of another process, the inside of an object of an extension
-module. `SingleTrial` (`train/single_trial.py`) compares a trial that is cut, and `MemberComparison`
+module. `SingleTrial` (`train/single_trial.py`) compares its latest captured step, and `MemberComparison`
 (`fusion/group/member_comparison.py`) one member of a group at a time. The comparison must leave parameters and random
 streams unchanged.
 """
@@ -22,7 +22,7 @@ class StepComparisons:
         self._latest_seconds = self._all_seconds = 0.0
 
     def run(self, prepared: PreparedPlan, spent_seconds: float, compare: Callable[[], bool]) -> None:
-        """Compare a plan with the eager step, if there is time.
+        """Compare a plan with the eager step, if there is time by the last comparison's seconds, or else by the plan's.
 
         Args:
             prepared: the plan of the trial or of a member.

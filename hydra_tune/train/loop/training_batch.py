@@ -2,8 +2,10 @@
 
 `OptimizerStep` (`optimizer_step.py`) makes a `TrainingBatch` for each batch or piece of a step, and yields the batch's
 units to the pool. Batches that run together are of subclasses (`train/parallel/parallel_batch.py`), and so are the
-batches of a fused group (`fusion/group/group_step.py`). The module must not decide when an optimizer step ends, nor on
-which device a unit runs: the step says which batch is the last, and each unit is given a device and a pager.
+batches of a fused group (`fusion/group/group_step.py`). `SingleTrial` (`train/single_trial.py`), `GroupExecutor`
+(`fusion/group/group_executor.py`) and forecasts (`train/timing/fake_trial.py`) make the `BatchPart`s. The module must not
+decide when an optimizer step ends, nor on which device a unit runs: the step says which batch is the last, and each unit is
+given a device and a pager.
 """
 
 import math
@@ -83,7 +85,7 @@ class TrainingBatch(BatchUnits):
         return tuple(shard.trained for shard in self._plan.shards)
 
     def units(self, *, is_last: bool) -> Iterator[PendingUnit]:
-        """Yield the units: forwards up to the last shard, then backwards shard by shard, with updates where allowed."""
+        """Yield the forwards of all shards but the last, then the backwards, last shard first, with updates where allowed."""
         for index in range(self.num_shards - 1):
             yield self.forward_unit(index)
         for index in reversed(range(self.num_shards)):

@@ -46,7 +46,7 @@ class UnitRollback:
 
     Args:
         chain, store, streams: the batch's.
-        is_first: whether the shard runs for the first time, so that its draws and buffers count.
+        is_first: whether the shard runs for the first time with the batch, so that its draws and buffers count.
 
     Raises:
         NotRepeatableError: on leaving, if memory has run out and the unit cannot be undone. Any other error passes

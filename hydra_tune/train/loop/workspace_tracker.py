@@ -6,8 +6,8 @@ units of a loop of the user's own.
 
 Note: bits. While a mode is active, torch may choose kernels that round differently: under autocast, and in some backwards, such
 as those of `prod` and of `masked_fill` with a learned value. No caller follows forwards or backwards of a task in low
-precision. `direct.py` and the units of a captured model follow no such backward (`shard/execute/compute.py`); the first units
-of a loop do.
+precision. `direct.py` and the units of a step that runs whole (`shard/execute/compute.py`) leave the mode for such a backward;
+the first units of a loop do not.
 
 Note: sizes. The bytes of an operator's results come from running the same operator on tensors without bytes, once for
 each geometry of its arguments. Where only a real run tells (`nonzero`), and for memory that the operator keeps for
@@ -30,7 +30,7 @@ from hydra_tune.shard.cost.pilot import StorageTracker, aligned, stored_parts
 _MAX_KNOWN = 1 << 14
 _PLAIN = (Tensor, nn.Parameter)
 _KNOWN: dict[Hashable, int] = {}
-"""Bytes by operator and geometry of the arguments, for all trials of the process."""
+"""Bytes by operator and geometry of the arguments, for all trials of the process; no lock, as equal keys have equal bytes."""
 
 
 class WorkspaceTracker(StorageTracker):  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
 """`Loop`: what the function of a `LoopTask` is given, in a pool and outside of one.
 
 `LoopTrial` (`loop_trial.py`) makes a `Loop` for a trial of a pool, and `PlainLoop` (`plain.py`) for a call outside of a
-pool; each is the loop's `LoopHost`. The methods of a `Loop` run on the thread of the loop's function alone.
+pool; each is the loop's `LoopHost`. The methods of a `Loop` run on the thread of the loop's function alone, and so take no
+lock. The module must not know the pool.
 """
 
 import sys
@@ -26,7 +27,7 @@ class LoopReport:
     """A report of a loop, to be delivered at its next mark.
 
     Attributes:
-        step: the number given to `report`, or the calls of `step()` done with the one to come.
+        step: the number given to `report`, or the calls of `step()` done, the coming call included.
         metrics: the values by name.
     """
 
@@ -106,7 +107,7 @@ class Loop:
             steps: as of `LoopTask`.
 
         Raises:
-            TaskError: an object of another kind, no module, or a second call.
+            TaskError: an object of another kind, no module, an optimizer of a parameter of no module, or a second call.
             BudgetError: the state does not fit the device.
         """
         self._host.check_caller()
@@ -119,7 +120,7 @@ class Loop:
         self._registered: tuple[object, ...] | None = objects if self._host.is_saved else None
 
     def step(self, *, may_resume: bool = True) -> None:
-        """End a unit: deliver the reports since the last, give the device back, and wait for the next unit.
+        """End a unit: deliver the reports since the last, and begin the next unit, perhaps later and on another device.
 
         Call it last in an iteration, when the iteration's report is made: a loop that is interrupted resumes behind a
         call of `step()`, with `start_step` calls done.

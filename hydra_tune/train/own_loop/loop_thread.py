@@ -22,7 +22,7 @@ class LoopThread:
     """A thread that runs a function from mark to mark.
 
     Args:
-        run: the function; its last mark is its end.
+        run: the function.
         inside: returns the context around the function's code between two marks, made anew for each.
 
     Attributes:

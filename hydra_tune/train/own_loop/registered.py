@@ -87,7 +87,7 @@ class _JointState(MutableMapping[Any, Any]):
         return inner_key in state
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return an entry without making one, as `state[key]` of an optimizer does."""
+        """Return an entry, and make none: `state[key]` of an optimizer would make one."""
         state, inner_key = self._of(key)
         return state.get(inner_key, default)
 
@@ -140,7 +140,7 @@ class JointRest:
         self._objects = objects
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each object, by its place."""
+        """Return the state of each object, by its place, without functions."""
         # Functions are not saved: the loop builds its objects with their own, as a task's factories do.
         return {
             str(place): {name: value for name, value in each.state_dict().items() if not callable(value)}
@@ -172,7 +172,8 @@ class Registered:
         """Sort the objects by kind.
 
         Raises:
-            TaskError: no module, an object of no kind, or an optimizer with a parameter of no module.
+            TaskError: no module, an object of no kind or with a state that is no mapping, or an optimizer with a parameter of
+                no module.
         """
         modules = [each for each in objects if isinstance(each, nn.Module)]
         optimizers = [each for each in objects if isinstance(each, Optimizer)]

@@ -6,7 +6,7 @@ autograd are seen. Later units get the most that these took. An unregistered val
 counts, as long as a followed unit has made the value.
 
 `LoopTrial` (`loop_trial.py`) enters `unit` on the loop's own thread, and a burst (`train/loop/burst.py`) enters `held` on
-the thread of the device.
+the thread of the device. Either thread sleeps while the other runs (`loop_thread.py`), so `LoopUnitMemory` takes no lock.
 """
 
 from collections.abc import Callable, Iterable, Iterator

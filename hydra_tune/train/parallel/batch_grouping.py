@@ -4,7 +4,8 @@ So a step loads each shard twice, for the forward and for the backward, and writ
 number of batches: 3|W| bytes of parameters. Batches one after the other move 2|W| for each batch and |W| for the
 update. In exchange, the values between shards of all batches are moved. `OptimizerStep`
 (`train/loop/optimizer_step.py`) runs the batches this way where `step_strategy.py` has chosen to group a step.
-`step_strategy.py` and forecasts (`train/timing/fake_trial.py`, `pool/dry_run/simulator_profile.py`) ask `is_worth_it`.
+`step_strategy.py` and forecasts (`train/timing/fake_trial.py`, `pool/dry_run/simulator_profile.py`) ask `is_worth_it`. The
+module must not choose devices.
 
 The results are the results of a plain loop. A parameter's gradients are summed in the order of the batches: a batch's
 gradients join the sum of all earlier batches when their shard's backward is over. A shard's buffers are overwritten in

@@ -1,11 +1,11 @@
 """Cost model of splitting: the time of an optimizer step on one device, data-parallel on several, and pipelined.
 
-Seconds of units come from the trial's `UnitTimes`; bytes come from the pilot; the bandwidth of a link is the bandwidth of the
+Seconds of units come from the trial's `UnitTimes`; bytes come from the pilot; the bandwidth of a link is that of the
 pool's copies so far. The model takes all devices to be alike. A device either computes or copies, because units of a split step
 are not prefetched. A copy between two devices occupies the links of both at the same time, and so counts once. `arrange`
 (`step_strategy.py`) compares the ways by this model before each step of several batches for which the pool offers idle devices
 (`pool/devices/idle_devices.py`), and `TrialRehearsal` (`train/timing/fake_trial.py`) for a forecast. All compared ways give the
-same bits.
+same bits. The module must not use devices or a clock.
 
 Note: bytes copied in a step of m batches. Let W be the bytes of parameters, G of their gradients and O of optimizer
 state, each summed over all shards. Let m' be the number of batches on one of D devices: m / D rounded up.
@@ -16,7 +16,7 @@ state, each summed over all shards. Let m' be the number of batches on one of D 
   at the cuts are loaded and spilled once more.
 * **Data-parallel**: parameters go to the host and to each other device, 2W. Each batch that runs on another device than
   the batch before takes the sums over, G for each of the m - m' batches on helping devices. Where parameters and
-  gradients do not fit, batches go through each shard in *teams*, one team for each device: 2W + G on each device, at
+  gradients do not fit, batches go through each shard in N *teams*, each on a device: 2W + G on each device, at
   the same time, so 2N W of parameters in all. A team runs one shard behind the team before. With few shards the delay
   would be long: then each batch runs by itself, m' (2W + 4G) on each device, 2m W in all.
 * **Pipelined**: parameters and sums stay. Boundaries at cuts between devices are copied across, forward and back. Where
@@ -26,8 +26,8 @@ state, each summed over all shards. Let m' be the number of batches on one of D 
   the write-back of the update, Harmony's 3|W|), and nearly every cut lies between devices. The pipe fills in D - 1
   units; with fewer batches than devices, the devices wait for each other.
 * **Updates**: the parts of W, G and O that are not on the device are loaded, and changes are spilled, where W, G and O
-  do not all fit the device: 2O + W where the update follows the backward. After data-parallel batches the copies are W
-  + G more, because the sums are ready only when all batches have run.
+  do not all fit the device: 2O + W where the update follows the backward. After data-parallel batches without teams, W
+  + G more are copied, because the sums are ready only when all batches have run.
 """
 
 import math

@@ -1,8 +1,8 @@
 """`QueuedParallelStep`: batches side by side with their units in queues; each queue has at most one unit due at a time.
 
-`JobState` (`pool/runtime/job_state.py`) asks the subclasses, in `grouped_data_parallel.py` and `pipeline_parallel.py`,
-for due units at the start of the step, and whenever a unit of the step has run. The hooks of the subclasses run under the
-step's lock (`parallel_step.py`).
+`OptimizerStep` (`train/loop/optimizer_step.py`) makes the subclasses, in `grouped_data_parallel.py` and `pipeline_parallel.py`.
+`JobState` (`pool/runtime/job_state.py`) asks for due units at the start of the step, and whenever a unit of the step has run.
+The hooks of the subclasses run under the step's lock (`parallel_step.py`).
 
 A queue is near the device of its last unit. When a unit is due, nothing else of its queue runs, and the near device is
 either idle and takes the unit, or has other work for an unknown time. Then another free device takes the unit, the unit's

@@ -6,8 +6,8 @@ drawn: batches of one device shard by shard (`batch_grouping.py`), and each `Par
 (`parallel_step.py`, `pipeline_parallel.py`, `grouped_data_parallel.py`).
 
 Note: order. The lanes run on several threads, but gradients are added strictly in the order of the batches, as in a plain
-loop. Each batch has its own copy of the data and its own streams. `check_draws` refuses a batch that has drawn
-another number of random numbers than expected.
+loop. Each batch has its own copy of the data and its own streams, and takes no lock, because at most one of its units runs
+at a time. `check_draws` refuses a batch that has drawn another number of random numbers than expected.
 """
 
 import time

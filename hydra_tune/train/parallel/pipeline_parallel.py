@@ -1,11 +1,12 @@
 """`PipelineParallelStep`: batches of an optimizer step side by side, with a home device for each shard.
 
-Batches travel from device to device: a device is the home of some of the shards and runs their units for all batches. A
-parameter's gradients are summed on the device of its shard. `OptimizerStep` (`train/loop/optimizer_step.py`) makes the parallel
-step when the batches drawn ahead are due, if `step_strategy.py` has chosen homes.
+Batches travel from device to device: a device is at first the home of some of the shards, and runs their units for all batches
+while free. A parameter's gradients are summed on the device of its shard. `OptimizerStep` (`train/loop/optimizer_step.py`)
+makes the parallel step when the batches drawn ahead are due, if `step_strategy.py` has chosen homes, and asks `may_pipeline`
+and `goes_with` which batches may join; `JobState` (`pool/runtime/job_state.py`) asks for due units.
 
-The shards of a home form a queue (`ordered_queues.py`). Moving a shard costs a copy of parameters and sums, so a unit
-never leaves a home that is about to be free; the next step asks for devices again.
+The shards of a home form a queue (`ordered_queues.py`). Moving a shard costs a copy of parameters and sums, so a unit leaves
+its home only where the home has other work; the next step asks for devices again.
 
 Note: exactness. The forward units of a shard run in the order of the batches, and so do the backward units. So a buffer
 overwritten by a forward (BatchNorm's statistics) goes through the same values as in a plain loop, as long as a single

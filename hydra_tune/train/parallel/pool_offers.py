@@ -2,8 +2,9 @@
 
 Before an optimizer step of several batches, `SingleTrial` (`train/single_trial.py`) asks through `arrange`
 (`step_strategy.py`) for devices to help, and for the number of batches under way at once; `JobDeviceLender`
-(`pool/devices/idle_devices.py`) answers. `OptimizerStep` (`train/loop/optimizer_step.py`) follows the `StepStrategy`. A
-rehearsal (`train/timing/fake_trial.py`) makes a strategy of its own.
+(`pool/devices/idle_devices.py`) answers under the pool's lock. `OptimizerStep` (`train/loop/optimizer_step.py`) follows the
+`StepStrategy`. A rehearsal (`train/timing/fake_trial.py`) makes a strategy of its own, and a measurement
+(`train/timing/step_timing.py`) has a lender of its own.
 
 Note: order. `arrange` calls `offer` and `ask`, and `SingleTrial` calls `leave` after the batches. Where the host has no
 room for the batches drawn ahead, `SingleTrial` calls `leave` and `decline` at once.

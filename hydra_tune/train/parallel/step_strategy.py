@@ -1,7 +1,8 @@
 """Arrangement of the batches of a trial's next optimizer step, decided anew for each step by the pool's present offer.
 
 `SingleTrial` (`train/single_trial.py`) calls `arrange` once the first of several batches of a step has been drawn.
-`TrialRehearsal` (`train/timing/fake_trial.py`) asks for the `exact_ways`, for a forecast.
+`TrialRehearsal` (`train/timing/fake_trial.py`) asks for the `exact_ways`, for a forecast. A strategy may name only devices of
+the offer.
 """
 
 from hydra_tune.shard.partition.plan import ShardPlan

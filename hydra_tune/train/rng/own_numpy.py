@@ -4,7 +4,8 @@ The functions of `numpy.random` are methods of a hidden `RandomState`. The hidde
 present bit generator, inside the bit generator's `lock`. This module gives the hidden object a `_BitGeneratorFacade` as bit
 generator, with a `_StreamSwitchLock` as lock. Entering the lock looks up the thread's own stream, or else the process's,
 and if another stream was drawn from last, switches the `RandomState` to the right bit generator. `RandomStreams`
-(`rng_streams.py`) loads and installs this module when streams are made, if numpy is installed.
+(`rng_streams.py`) loads and installs this module when streams are made, if numpy is installed. The module must not know
+models, and a program without numpy must never load the module.
 
 Note: normal numbers come in pairs, and the `RandomState` keeps the second number. The number is lost when the `RandomState`
 gets another bit generator, so an exchange takes the number out first and puts the number back when its stream is drawn from

@@ -4,11 +4,11 @@ The functions of `random` are methods of one hidden object, `random._inst`, whic
 gives the object a class whose methods look up the thread's own stream first: a thread with a stream of its own draws from
 and seeds that stream, and all other threads use the process's stream as before. `RandomStreams` (`rng_streams.py`)
 installs the class once for the process, when the first streams are made, and gives each trial a `PythonStream`.
-`own_numpy.py` makes its own replacements as `BoundFunction`s.
+`own_numpy.py` makes `BoundFunction`s of its own. The module must not know models.
 
 Note: replaced functions. Most functions draw through `self.random()` and `self.getrandbits()`, so changing the class is
 enough. Five functions (`_REPLACED`) are bound to methods in C, or call such methods directly. This module replaces the
-five functions in `random`, and in every module, class, object's attribute, dict, list or closure that holds a function
+five functions in `random`, and in every module, class, object's attribute, dict, list or closure that holds one of the five
 (`from random import random`). Replacement is impossible in tuples (defaults of arguments), sets, slots, local variables
 of running functions, `functools.partial` and `staticmethod`: functions held there use the process's stream in every
 thread. The process's stream stays inside `random._inst`, so threads without a stream of their own see no difference.

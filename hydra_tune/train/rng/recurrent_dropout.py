@@ -2,9 +2,10 @@
 
 Torch keeps a single such state for all models on a GPU, hidden from Python. Setting the GPU's default generator makes
 torch seed the state anew, by a draw from that generator, in the next recurrent module that drops values. A pool sets
-the generator whenever another trial computes. So that masks do not depend on who else computes, or on how many steps
-a unit has, the state is seeded anew for every batch: `WholeModelRunner` (`train/loop/direct.py`) does so for a pool,
-and `train_plain` (`train/loop/reference_loop.py`) likewise. A captured unit sets the generator anyway.
+the generator whenever another trial computes. So that masks do not depend on other trials, or on how many steps
+a unit has, the state is seeded anew for each training batch or piece: `WholeModelRunner` (`train/loop/direct.py`) does so for
+a pool, under the turn of the GPU's generator, and `train_plain` (`train/loop/reference_loop.py`) likewise. A captured unit sets
+the generator anyway.
 """
 
 import torch

@@ -11,6 +11,7 @@ the trial's position. Unless the unit is a recompute, the unit reads the positio
 call of the trial's own code, and bursts (`train/loop/burst.py`) for their whole length. `BatchUnits`
 (`train/loop/batch_units.py`) enters the streams around each eager unit, and around each captured unit that draws.
 `TrialPlanCache` (`train/loop/plan_cache.py`) and `fusion/compile/batched_plan_cache.py` enter the streams to prepare plans.
+`UnitRollback` (`train/loop/unit_rollback.py`) and `WholeModelRunner` (`train/loop/direct.py`) set the streams back.
 `OptimizerStep` (`train/loop/optimizer_step.py`) forks the streams for each batch drawn ahead, and a fused group draws from
 its members' streams (`fusion/group/group_rng.py`). `SharedModule` (`train/shared_module.py`), the pool's workers and
 preparers and others make streams for code that must leave the process's streams alone.

@@ -4,7 +4,7 @@
 there, one unit at a time. Subclasses such as `TrainingBatch` (`train/loop/training_batch.py`) hand gradients from store to
 store, and the leases of units set `stand_ins`. `UnitRollback` (`train/loop/unit_rollback.py`) undoes a unit that ran out of
 memory with `begin` and `take_back`; `ShardChain` (`shard/execute/chain.py`) ends such a chance with `settle`. A store has no
-lock: threads other than the unit's may call `blocks` alone. The module must not know the order of units.
+lock: while a unit runs, other threads may call `blocks` alone. The module must not know the order of units.
 """
 
 from collections import Counter

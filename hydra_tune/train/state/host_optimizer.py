@@ -1,8 +1,9 @@
 """Updates of a trial on the host, made while devices run other units.
 
 `ModelState` (`model_state.py`) queues an update whenever an update unit runs with the optimizer on the host, and
-`OptimizerStep` (`train/loop/optimizer_step.py`) waits for the queue at the end of each step. `TensorGroups`
-(`tensor_groups.py`) has the queue, and waits before the state is saved, rewritten, brought home or dropped.
+`OptimizerStep` (`train/loop/optimizer_step.py`) waits for the queue at the end of each step, and `Trial` (`train/trial.py`)
+before a snapshot. `TensorGroups`
+(`tensor_groups.py`) has the queue, and waits before the state is rewritten, brought home, handed over or dropped.
 
 Note: exactness. The optimizer is a single object, and each step takes every parameter with a gradient. So a trial's
 updates run one after the other, in the order of the requests, on any device's host thread. Units running meanwhile

@@ -3,7 +3,8 @@
 `Trial` (`train/trial.py`) makes the `HostMemoryQuota` and leaves it when closed. `JobPreparer` (`pool/runtime/preparer.py`)
 reserves the share before a trial's first unit, and `TrialPlanCache` (`train/loop/plan_cache.py`) asks for more with each
 further plan. `SingleTrial` (`train/single_trial.py`) does so for batches drawn ahead, and `OwnCodeTrial`
-(`train/own_code_trial.py`) for values kept for `finish=`.
+(`train/own_code_trial.py`) for values kept for `finish=`. `TrialFigures` (`train/trial_figures.py`) tells the pool the bytes of
+a trial to be admitted. The module must not move bytes, and takes no lock: the `HostTier` (`memory/host/host_tier.py`) does.
 """
 
 from collections.abc import Iterable

@@ -3,8 +3,10 @@
 `OwnCodeTrial` (`train/own_code_trial.py`) makes a `ModelState` for the plan of a trial, `GroupTrial`
 (`fusion/group/group_trial.py`) for the stacked model of a group, and `TrialRehearsal` (`train/timing/fake_trial.py`) for a
 forecast. Each unit (`train/loop/batch_units.py`) gets the groups of its shard from the `ModelState`; update units
-(`train/loop/training_batch.py`, `fusion/group/multi_step_unit.py`) call `update`. `TensorGroups` (`tensor_groups.py`) has
-the groups; this module adds the optimizer's steps and state, and the user's own code.
+(`train/loop/training_batch.py`, `fusion/group/multi_step_unit.py`) call `update`, and `OptimizerStep`
+(`train/loop/optimizer_step.py`) calls `end_step`. Planned steps of groups (`fusion/runtime/step_arguments.py`) change the
+tensors themselves, and call `touched`. `TensorGroups` (`tensor_groups.py`) has the groups, and the rules of threads and locks;
+this module adds the optimizer's steps and state, and the user's own code. The module must not know the order of units.
 
 Note: the user's own code. Where units run the user's own step, parameters, buffers and optimizer state form a group each.
 The user's code may replace any of the tensors, add tensors, and create optimizer state at any time, so a burst
@@ -423,7 +425,7 @@ class ModelState(TensorGroups):
     def adopt_made(self, device: Device) -> None:
         """Adopt optimizer state that a constructor has created on the host (Adagrad's, up to torch 2.11).
 
-        On a CPU device `adopt_optimizer_state` groups the state after a step.
+        On a CPU device `adopt_optimizer_state`, or `refresh`, groups the state after a step.
         """
         if device.torch_device.type != "cpu":
             self.adopt_saved({name: entries for name, entries in self.optimizer_state().items() if entries}, device)
@@ -562,7 +564,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _in_order(optimizer: Optimizer) -> list[int]:
-    """Return the identities of an optimizer's parameters."""
+    """Return the identities of an optimizer's parameters, group by group."""
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -8,15 +8,15 @@ step, `ParallelBatch` (`train/parallel/parallel_batch.py`) leases a shard's para
 backward unit, and `ParallelStep` (`train/parallel/parallel_step.py`) gives up the copies. Where each shard has a home
 device, groups that only one shard uses are not copied: such a group moves to the home of its shard.
 
-In both cases units compute on *stand-ins*: separate tensors in the memory of the copy or of the group. So a backward leaves
-no gradient on the trial's parameters, where a concurrent update of other parameters would find the gradient.
+In both cases units read trained parameters by *stand-ins*: separate tensors in the memory of the copy or group. So a backward
+leaves no gradient on the trial's parameters, where a concurrent update of other parameters would find the gradient.
 
 Note: location of the original. While units run side by side, a group that a device has, or is about to have, stays there or
 goes to the host, and other devices take copies. So two units never wait for each other's parameters.
 
 Note: host copies. A copy is loaded from the host copy of its group, and has no host copy of its own. Where host copies may
 go to disk, the group's host copy is brought back for each load and held only until the load is done. Lock order: the lock
-of a copy before the lock of its group.
+of a copy before the lock of its group, and the lock of a group before that of the table of copies.
 """
 
 import threading

@@ -86,7 +86,7 @@ class SharedTensors:
         return [handles[name] for name in names if name in handles]
 
     def place(self, names: Iterable[str]) -> SharedPlace | None:
-        """Return the place of the first shared parameter among the names; None if none is shared."""
+        """Return the lowest place among those of the shared parameters of the names; None if none is shared."""
         handles = dict(self._handles)
         sources = (handles[name].source for name in names if name in handles)
         return min((SharedPlace(source.file.name, source.file.offset(source.name)) for source in sources), default=None)

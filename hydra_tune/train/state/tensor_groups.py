@@ -150,7 +150,7 @@ class TensorGroups:
                     write(tensor)
 
     def copy_out(self, targets: Mapping[int, Tensor]) -> None:
-        """Copy tensors of the state to the host from wherever they are; no unit of the trial may run meanwhile.
+        """Copy tensors of the groups to the host from wherever they are; no unit of the trial may run meanwhile.
 
         Args:
             targets: destination by `id` of a tensor; other `id`s are ignored.
@@ -163,7 +163,7 @@ class TensorGroups:
                         targets[id(tensor)].copy_(tensor.detach())
 
     def aliases(self) -> dict[int, Tensor]:
-        """Return an alias of each tensor of the state, by `id`; the aliased bytes do not change until a unit runs."""
+        """Return an alias of each tensor of the groups, by `id`; the aliased bytes do not change until a unit runs."""
         aliases_by_id: dict[int, Tensor] = {}
         for block in self._blocks():
             with block.lock:

@@ -1,6 +1,6 @@
 """A trial's steps on tensors with sizes and no bytes: the same units, blocks and updates as in training, without numbers.
 
-`pool/dry_run/report.py` makes a `TrialRehearsal` of each task for a forecast, and `pool/dry_run/executor.py` runs the
+`pool/dry_run/report.py` makes `TrialRehearsal`s for each kind of task of a forecast, and `pool/dry_run/executor.py` runs the
 units, both on the forecast's one thread and inside one `RehearsalFakeMode` (`shard/fake/fake_world.py`).
 
 Note: the trial's own parts. Everything that decides the location of bytes is the code of a real run: plan, groups, the
@@ -108,7 +108,7 @@ class TrialRehearsal:
         return sum(group.size for group in groups if group.kind is BlockKind.PARAMETERS)
 
     def parallel_ways(self) -> list[str]:
-        """Return the ways that give a step's batches the same bits on several devices; none for a step of one batch."""
+        """Return the ways that give a step's batches the same bits on several devices; none for one batch, or unknown draws."""
         if self.num_parts == 1 or not self._knows_draws(self.plan):
             return []
         return [way for way in exact_ways(self.plan, self.state) if way in CHOSEN_WAYS.values()]
@@ -126,7 +126,7 @@ class TrialRehearsal:
         return best.way, best.seconds / on_one_device(shards, self.num_parts, offer, grouped=is_grouped).seconds
 
     def steps(self, count: int) -> Generator[PendingUnit | None, None, None]:
-        """Yield the units of `count` optimizer steps, and None after each step."""
+        """Yield the units of `count` optimizer steps, and None after each step; then drop the state."""
         for _ in range(count):
             yield from self._step()
             yield None

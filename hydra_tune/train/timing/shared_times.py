@@ -1,8 +1,8 @@
 """`SharedUnitTimes`: the unit times of plans, measured together by all trials that run the plans.
 
 `JobPreparer` (`pool/runtime/preparer.py`) hands the pool's `SharedUnitTimes` to each trial; `TrialPlanCache`
-(`train/loop/plan_cache.py`) and `GroupTrial` (`fusion/group/group_trial.py`) look up a plan's times when the plan is first
-needed.
+(`train/loop/plan_cache.py`) and `GroupTrial` (`fusion/group/group_trial.py`) look up a plan's times when the trial first needs
+the plan. A forecast's trial has a `SharedUnitTimes` to itself.
 
 Note: the reason. A trial's remaining time is many times a unit's seconds, so for a trial with sixty steps to go an error of
 a hundredth is more than half a step. Measured trial by trial, equal trials seem to differ by several steps, and the

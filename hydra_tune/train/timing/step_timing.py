@@ -6,8 +6,8 @@ So a rehearsal (`pool/dry_run/executor.py`) can predict a step whose waits for c
 other trials. `pool/dry_run/report.py` calls `timed_steps` once a task has been planned and checked, if all devices are
 CPUs.
 
-Note: a separate trial. The steps belong to a new trial of the task, with separate streams and a separate copy of the
-data, so the caller's objects stay unchanged. The trial evaluates nothing, and its reports are dropped.
+Note: a separate trial. The steps belong to a new trial of the task, with separate streams and separate copies of the
+loaders, so the caller's objects stay unchanged. The trial evaluates nothing, and its reports are dropped.
 """
 
 import statistics

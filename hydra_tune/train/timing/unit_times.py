@@ -2,8 +2,9 @@
 
 The estimates start from the run of a plan's check, or from a guess, and follow the measurements. `train/loop/batch_units.py`
 makes the `UnitTimes` of a plan, and `OwnCodeTrial` (`train/own_code_trial.py`) those of the user's own code. `TrialFigures`
-(`train/trial_figures.py`) records the seconds of each unit here, and a worker (`pool/runtime/worker.py`) tells the scheduler
-the trial's remaining time after each unit. Measured seconds must not change the numbers of a trial.
+(`train/trial_figures.py`) records the seconds of each unit here, `OwnCodeTrial` the seconds of each step by own code, and
+`fusion/group/multi_step_unit.py` those of a group's steps. A worker (`pool/runtime/worker.py`) tells the scheduler the trial's
+remaining time after each unit. Measured seconds must not change the numbers of a trial.
 """
 
 import threading
@@ -83,7 +84,7 @@ def update_guess(nbytes: int) -> float:
 
 
 def step_guess(state_bytes: int) -> float:
-    """Guess the seconds of a step of the user's own code before the first step, from the bytes of its parameters."""
+    """Guess the seconds of a step of the user's own code before the first step, from the bytes of the state."""
     return update_guess(_STEP_BYTES * state_bytes)
 
 
