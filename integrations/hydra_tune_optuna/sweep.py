@@ -8,7 +8,6 @@ anything is created, and `run_sweep` once the pool is made, unless the sweep run
 
 Note: `run_sweep` runs in the main thread of the sweep's process, and calls the observer in no other thread. The observer
 learns of the end of each asked trial: finished, or left for a later run.
-
 """
 
 import os

@@ -6,7 +6,6 @@ units. `OptimizeDriver` (`driver.py`) calls `told` after each completed or prune
 weights to recover, `on_end` at the end of a recovery, and `settle` at the end of the search.
 
 Note: a checkpoint must outlive the write of its trial's weights, on another thread. All calls come from the search's thread.
-
 """
 
 from collections.abc import Callable
