@@ -3,10 +3,9 @@
 `Trial` (`trial.py`) derives from `TrialFigures`, and `Trial` and its subclasses keep the figures up to date. `Worker`
 (`pool/runtime/worker.py`) records each unit that has run with `finished`, and so do the steps timed on copies
 (`train/timing/step_timing.py`, `fusion/matching/group_timing.py`). `Worker`, `JobPreparer` (`pool/runtime/preparer.py`) and
-`Dispatcher` (`pool/runtime/dispatcher.py`) tell the scheduler the remaining time. `pool/devices/host_admission.py` reads the
+`JobDispatcher` (`pool/runtime/dispatcher.py`) tell the scheduler the remaining time. `pool/devices/host_admission.py` reads the
 host memory, `pool/views/job_views.py` the time left, and `pool/runtime/job_state.py` and `pool/fusion/fused_job.py` the
 figures of results. Only `finished` takes the lock, because several workers may call `finished` at once. The properties take
-no lock: each returns the figures as just now known.
 no lock.
 """
 

@@ -1,4 +1,4 @@
-"""The options of a `Trainer`, checked: some are taken over, some have no effect, and all others are refused by name.
+"""The options of a `Trainer`, checked: some are taken over, some change no number, and all others are refused by name.
 
 `task_from_lightning` (`task.py`) checks the options before the module is made, and reads `TrainerOptions` for the arguments
 of the task. `optimizer.py` counts steps by the options, and `trainer_stand_in.py` shows the options to the module's code.

@@ -1,4 +1,4 @@
-"""`on_validation_epoch_end` of a module, called on a copy that has the module's metrics and lists, and no weights.
+"""`on_validation_epoch_end` of a module, called on a copy with the module's metrics, lists and other values, and no weights.
 
 A metric that `validation_step` updates has its states of all batches there, and a list its items of all batches: each
 batch gives the appended items (`appended`), and `ValidationEnd` puts the batches together again. A value kept by the hook

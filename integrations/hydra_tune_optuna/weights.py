@@ -4,7 +4,7 @@
 (`search/driver.py`) offers the weights of each completed trial, and `search/checkpoint_gc.py` recovered weights. After a
 search, people import `load_module`, `kept_weights` and `weights_path` from `hydra_tune_optuna`; `run_sweep` (`sweep.py`) and
 `find_weights` (`finding.py`) serve the command line. `study.py`, `monkeypatch.py`, `pool_study.py` and `sweep.py` call
-`check_keeping`. Only the thread of the search calls a `StudyWeights`. A thread of `BestWeights` (`checkpoint/best.py` of
+`check_keeping`. The search calls its `StudyWeights` in one thread. A thread of `BestWeights` (`checkpoint/best.py` of
 `hydra_tune`) writes the files, so weights may be pending after an offer.
 
 Note: location. Each study has its own folder in `weights_dir`; the study's storage records the folder's name and place.
