@@ -6,7 +6,7 @@
 `JobDispatcher` (`pool/runtime/dispatcher.py`) tell the scheduler the remaining time. `pool/devices/host_admission.py` reads the
 host memory, `pool/views/job_views.py` the time left, and `pool/runtime/job_state.py` and `pool/fusion/fused_job.py` the
 figures of results. Only `finished` takes the lock, because several workers may call `finished` at once. The properties take
-no lock.
+no lock. The module must not know the pool.
 """
 
 import threading
