@@ -3,7 +3,7 @@
 Pure Python: `benchmarks/ray_scale.py` simulates with the same code. The rule is longest remaining time first, as within
 a pool: a trial moves from the pool that would end last to the pool that would end first. The chosen trial makes the later
 of the two pools end soonest. `PoolDirectory` (`pool_directory.py`) chooses a pool when a trial begins or a node drains, and
-asks for moves at the reports of pools. The module must call no Ray, and reads no clock.
+asks for moves at the reports of pools. The module must not call Ray or read a clock.
 """
 
 from collections.abc import Mapping

@@ -3,7 +3,7 @@
 The directory stores nothing: a restarted directory rebuilds its view from the pools' next heartbeats, on any node.
 `start_pools` (`pools.py`) makes the actor, and `Pools` asks for figures, options and the end of trials or of all pools.
 `TrialClient` (`client.py`) asks for a pool when a trial begins, and each pool reports through `heartbeat.py`. All state
-changes on the event loop of the actor, without locks; calls of Ray that may block run in threads.
+changes on the event loop of the actor, without locks. Lists of nodes and starts of pools run in threads, as Ray may not answer.
 
 Note: lifetimes. A directory that is not detached ends with the driver. Pools are detached and end when no directory
 answers; a directory that dies alone is restarted by Ray and finds its pools still running.
