@@ -1,9 +1,12 @@
 """`TrialFigures`: times, progress and memory of a trial under way, as the pool and the scheduler ask for the figures.
 
-`Trial` (`trial.py`) derives from `TrialFigures`, and keeps the figures up to date. `Worker` (`pool/runtime/worker.py`)
-records each unit with `finished` and sends the remaining time to the scheduler; `pool/devices/host_admission.py` reads the
-host memory, and `pool/views/job_views.py` the time left. Only `finished` takes a lock, because several workers may call
-`finished` at once.
+`Trial` (`trial.py`) derives from `TrialFigures`, and `Trial` and its subclasses keep the figures up to date. `Worker`
+(`pool/runtime/worker.py`) records each unit that has run with `finished`; `train/timing/step_timing.py` and
+`fusion/matching/group_timing.py` do so for trials whose steps are timed and discarded. `Worker`, `JobPreparer`
+(`pool/runtime/preparer.py`) and `JobDispatcher` (`pool/runtime/dispatcher.py`) tell the scheduler the remaining time.
+`pool/devices/host_admission.py` reads the host memory, `pool/views/job_views.py` the time left, and
+`pool/runtime/job_state.py` and `pool/fusion/fused_job.py` the figures of results. Only `finished` takes the lock, because
+several workers may call `finished` at once. The properties take no lock. The module must not know the pool.
 """
 
 import threading

@@ -1,7 +1,9 @@
 """The callbacks of a `Trainer`: some are taken over, some change no number, and all others are refused by name.
 
-`task_from_lightning` (`task.py`) asks `Callbacks.of` first, and `options.py` warns of options that write files. The task's
-`stop` is a `CallbackStop`.
+`task_from_lightning` (`task.py`) asks `Callbacks.of` first. With an `EarlyStopping`, the `stop` of the task is a
+`CallbackStop`, which the pool and `hydra_tune.train_plain` call after each report. `task.py` reads `monitor`, `watched` and
+the functions for monitored names, and `options.py` warns of options with `NOT_WRITTEN`. The callbacks belong to the user
+and serve all trials of a task, in several threads: no call may change a callback.
 """
 
 import copy
@@ -33,7 +35,7 @@ NOT_WRITTEN = {
     "enable_checkpointing": "save_checkpoint(result, path) writes the trained weights, and HydraExecutor(checkpoint_dir=...) "
     "saves trials that resume",
 }
-"""Callbacks and options that write files and change no number: a warning says so, with these words."""
+"""Callbacks and options that write files or logs and change no number: a warning says so, with these words."""
 
 _REMEDIES = {
     "Timer": "give max_epochs",
@@ -73,7 +75,7 @@ def warn_not_written(name: str) -> None:
 
 @dataclass(frozen=True)
 class CallbackStop:
-    """Ends a training as `EarlyStopping` does, by the own code of new callbacks."""
+    """Ends a training as `EarlyStopping` does, by the code of the callbacks themselves, on new copies at each call."""
 
     callbacks: tuple[stock.EarlyStopping, ...]
 
@@ -81,7 +83,7 @@ class CallbackStop:
         """Whether the training ends after the last report of its history.
 
         Raises:
-            MetricError: a report has no value of the name monitored by a callback.
+            MetricError: the first report has no value of the name that a callback with `strict=True` monitors.
         """
         # Copies, because a callback counts, and each call goes through the whole history from the first report.
         return any([_stops(copy.deepcopy(callback), history) for callback in self.callbacks])  # noqa: C419 - each raises

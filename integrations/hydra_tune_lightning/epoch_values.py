@@ -2,9 +2,10 @@
 
 A metric begins each batch anew (`new_metrics`), in training and in validation. The pool concatenates the states of all
 batches of a validation, and `EpochValues`, the task's `finish`, adds the states up in the order of the batches, as the
-metric itself would have done. `StepLogs` collects the logged values of a batch. `task.py` makes `EpochValues`; `step.py`,
-`train_logs.py` (the values of `training_step`) and `validation_end.py` use the rest, and `refusals.py` asks for
-`metric_refusals`.
+metric itself would have done. `StepLogs` collects the logged values of a batch: `self.log` reaches `StepLogs.log` through
+`trainer_stand_in.py`. `task.py` makes `EpochValues`, which the pool and `hydra_tune.train_plain` call after each validation.
+`step.py`, `train_logs.py` (the values of `training_step`), `validation_end.py` and `task.py` use the rest, and `refusals.py`
+asks for `metric_refusals`.
 
 Note: bits. Values are added one after another, in Lightning's order and types.
 """
@@ -76,8 +77,8 @@ class StepLogs:
             not collected.
 
     Attributes:
-        values: logged tensors, and the sizes of batches that weigh means, by `LoggedValue.key`.
-        metrics: places of logged metrics in the module, with their keys.
+        values: logged tensors, by `LoggedValue.key`, and the sizes of batches that weigh means, by `LoggedValue.size_key`.
+        metrics: places of logged metrics in the module, each with the names under which the step logs the metric.
     """
 
     batch: Any
@@ -90,7 +91,7 @@ class StepLogs:
         """Take a value, with the arguments of `self.log`.
 
         Raises:
-            MetricError: the step logs a name twice, or a monitored name is logged and not collected.
+            MetricError: the step logs a number twice under a name, reduced alike, or a monitored name that is not collected.
         """
         on_step, on_epoch = given["on_step"], given["on_epoch"]
         # Lightning's own class turns text into a reduction, and refuses the same reductions as a `Trainer`.
@@ -221,7 +222,8 @@ class EpochValues:
         """Return the values by the names logged by the module.
 
         Raises:
-            MetricError: a metric computes no number.
+            MetricError: a metric computes no number or was updated twice in a batch, a hook fails, or training and validation
+                log the same name.
         """
         computed = {} if self.of_training is None else self.of_training(collected, self.metrics)
         logged = collected if self.at_end is None else collected | self.at_end(collected)
@@ -250,7 +252,7 @@ def collected_states(metric: Metric, place: str, collected: Mapping[str, Tensor]
     """Return the states of all batches of a metric, concatenated; a state left by no batch is missing.
 
     Raises:
-        MetricError: a batch has updated a metric of float sums twice.
+        MetricError: a batch has updated a metric with float states twice.
     """
     if f"{_TWICE}|{place}" in collected:
         raise MetricError(f"a step updates the metric {place!r} twice for a batch; update it once")

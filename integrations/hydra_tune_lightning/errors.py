@@ -10,7 +10,7 @@ from hydra_tune.errors import TaskError
 
 
 class RefusedModuleError(TaskError):
-    """A `LightningModule`, or an option of its `Trainer`, that the pool would not train as `Trainer.fit()` does.
+    """A `LightningModule`, its data, or an option of its `Trainer`, that the pool would not train as `Trainer.fit()` does.
 
     Args:
         reasons: each hook, option or part, with the reason and the remedy.

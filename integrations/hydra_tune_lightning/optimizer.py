@@ -45,7 +45,7 @@ class ConfiguredOptimizer:
         """Ask a module that is ready to train; an epoch has `batches` batches.
 
         Raises:
-            RefusedModuleError: several optimizers or schedulers, or none.
+            RefusedModuleError: no optimizer or several, several schedulers, or an optimizer of a class that is not of torch.
         """
         # As `Trainer.estimated_stepping_batches`: the rest of an epoch makes a step of its own.
         steps = options.max_epochs * -(-batches // options.accumulate_grad_batches)

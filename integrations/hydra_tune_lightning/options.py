@@ -1,7 +1,7 @@
-"""The options of a `Trainer`, checked: some are taken over, some have no effect, and all others are refused by name.
+"""The options of a `Trainer`, checked: some are taken over, some change no number, and all others are refused by name.
 
 `task_from_lightning` (`task.py`) checks the options before the module is made, and reads `TrainerOptions` for the arguments
-of the task; `trainer_stand_in.py` shows the options to the module's code.
+of the task. `optimizer.py` counts steps by the options, and `trainer_stand_in.py` shows the options to the module's code.
 """
 
 import inspect
@@ -56,7 +56,7 @@ REFUSED = {
     "reload_dataloaders_every_n_epochs": "let the dataset or the sampler change by itself",
     "model_registry": "upload the file of save_checkpoint() after the search",
 }
-"""Remedies of the options that are refused, unless with their default, None or a value in `_NEUTRAL`."""
+"""Remedies of the options that are refused, unless with their default, None, a value in `_NEUTRAL`, or 1.0 in `_WHOLE`."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "accelerator": ("cpu", "auto"),

@@ -71,7 +71,7 @@ _REMEDIES = {
 
 
 def refusals(module: LightningModule) -> Iterator[str]:
-    """Describe everything of a module that is refused, each with the remedy."""
+    """Describe everything of a module as made that is refused, each with the remedy."""
     if not module.automatic_optimization:
         yield "manual optimization (automatic_optimization=False): return the loss, and leave the rest to the pool"
     for name, owner in overridden(module, LightningModule):
@@ -126,7 +126,7 @@ def does_nothing(method: Any) -> bool:
 
 
 def overridden(value: object, stock: type) -> Iterator[tuple[str, str]]:
-    """Iterate over the public methods of a class of Lightning that an object overrides, with the overriding class."""
+    """Iterate over the public names of a class of Lightning that an object overrides, each with the overriding class."""
     hooks = {
         name
         for kind in stock.__mro__

@@ -1,10 +1,10 @@
 """The `training_step` and the `validation_step` of a `LightningModule`, as functions of a task.
 
-Both hold only options, flags, names and a number, so that a trial cut into shards has little to compare before each step,
-and trials with equal steps may be fused. `epoch_values.py` makes metrics of the values logged by a validation, and
-`train_logs.py` keeps the values logged by a training. `task.py` makes the functions. The pool and `hydra_tune.train_plain`
+Both hold only options, flags, names, a number and an identity, so that a trial cut into shards has little to compare before
+each step, and trials with equal steps may be fused. `epoch_values.py` makes metrics of the values logged by a validation,
+and `train_logs.py` keeps the values logged by a training. `task.py` makes the functions. The pool and `hydra_tune.train_plain`
 call `LightningStep` for the batches of a training, and `LightningEvaluation` for the batches of a validation. Where there is
-no validation, `LogsAlone` reports the `train_logs`.
+no validation, `LogsAlone` hands over the `train_logs`.
 
 Note: a captured step does not run this code for each batch. So a step must not count batches in Python; `TrainLogs` counts
 in a tensor.
@@ -152,7 +152,7 @@ class LightningEvaluation(_ModuleStep):
     has_end: bool
 
     def __call__(self, module: nn.Module, batch: Any) -> dict[str, Any]:
-        """Return the logged values of a batch, and the states of the logged metrics."""
+        """Return the logged values of a batch, the states of metrics, and the values that `logs` and the hook need."""
         assert isinstance(module, LightningModule)
         arguments = self.arguments(batch)
         logged = StepLogs(arguments[0])

@@ -1,7 +1,7 @@
 """The random streams of the calling thread: torch's, numpy's and Python's, as one value.
 
 `task.py` reads a module and its data from the streams of the task's seed (`seeded`), and notes and restores positions for
-each trial's module. `data.py` compares positions, to refuse a method that draws.
+each trial's module. `data.py` compares positions, to refuse a method that draws. The streams of GPUs stay out.
 """
 
 import random

@@ -1,10 +1,10 @@
 """`task_from_lightning`: the training of a `LightningModule` as a `TrainTask`.
 
-The module is made once, read, and given up; the task keeps the options, the data and the factories. Read `_task_of`
-first, for the place of each part: `data.py` for the batches, `step.py` for a step, `optimizer.py`, `epoch_values.py`.
-`refusals.py`, `options.py` and `callbacks.py` have most of the refusals; `data.py`, `optimizer.py`, `epoch_values.py` and
-this module refuse the rest. People import `task_from_lightning` and `save_checkpoint`, the way back, from
-`hydra_tune_lightning`.
+`task_from_lightning` makes a module, reads the module and gives the module up: each trial makes another. The task keeps the
+options, the data and the factories. Read `_task_of` first, for the place of each part: `data.py` for the batches, `step.py`
+for a step, `optimizer.py`, `epoch_values.py`. `refusals.py`, `options.py` and `callbacks.py` have most of the refusals;
+`data.py`, `optimizer.py`, `epoch_values.py` and this module refuse the rest. People import `task_from_lightning` and
+`save_checkpoint`, the way back, from `hydra_tune_lightning`.
 
 Note: order and streams. A trial's module is built, prepared and set up in Lightning's order, from the position of the
 random streams that Lightning would have; a draw more or less changes numbers. `_ModuleFactory` runs in threads of the

@@ -3,7 +3,8 @@
 `TrainLogs` gives a module a table with a row for each name, and room for the states of its metrics. Each step adds its
 values, by the operations of Lightning's collection of results; the first step of an epoch begins anew. An evaluation reads
 the table, and `EpochValues` (`epoch_values.py`) reports the values of `Trainer.callback_metrics` at the end of the epoch.
-`task.py` makes the `TrainLogs`, and `step.py` calls `add` and `read`.
+`task.py` makes the `TrainLogs`, calls `prepare` for each new module, and gives `values` to `EpochValues`. `step.py` calls
+`add` and `read`.
 
 Note: no branch of `add` may depend on the value of a tensor, because a captured step has one course for all batches. The
 table counts calls of `add`: exactly one for each batch of an epoch.
@@ -34,8 +35,8 @@ _BEGINNINGS = {"max": float("-inf"), "min": float("inf")}
 class TrainLogs:
     """Keeps and reads the values of some names.
 
-    The table has a row for each name: the sum so far, its size for a mean, the value of the epoch so far, the value of the
-    last step, and a number for the kind of the value. The last row counts batches.
+    The table has a row for each name: the sum or the extreme so far, its size for a mean, the value of the epoch so far, the
+    value of the last step, and a number for the kind of the value. The last row counts batches.
 
     Args:
         names: names that `training_step` logs.
@@ -46,7 +47,7 @@ class TrainLogs:
     batches: int
 
     def prepare(self, module: nn.Module) -> None:
-        """Give a new module the table, and a tensor for each state of its metrics."""
+        """Give a new module the table, and a buffer for each state of its metrics that is a tensor."""
         # In float64, which holds each value of a lower precision exactly; not persistent, so that `state_dict()` has the
         # module's own keys alone.
         module.register_buffer(
@@ -141,7 +142,7 @@ def _defaults(metric: Metric) -> Iterator[tuple[str, Tensor]]:
 
 
 def _code(entry: LoggedValue) -> int:
-    # From 1, because a row of zeros stands for a name that was never logged.
+    # From 1, because a row of zeros stands for a name that the epoch has not logged.
     return 1 + _KINDS.index(entry.kind) + (_FORKED if entry.is_forked else 0)
 
 

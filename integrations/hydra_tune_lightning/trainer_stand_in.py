@@ -3,7 +3,7 @@
 The stand-in has the attributes whose values are right in every trial. Any other attribute is refused by name: a
 `self.current_epoch` without a trainer would be 0 for ever. `standing_in` attaches the stand-in while code of the module
 runs, because copies of a `LightningModule` lose their trainer. `task.py`, `step.py`, `optimizer.py` and `validation_end.py`
-enter `standing_in` around the hooks of the module.
+enter `standing_in` around the hooks of the module. A datamodule keeps the `stand_in` that `task.py` gives.
 
 Note: after the block the module must be as before, or a checkpoint and a comparison of steps would see the trainer.
 """

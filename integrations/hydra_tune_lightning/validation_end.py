@@ -1,9 +1,10 @@
-"""`on_validation_epoch_end` of a module, called on a copy that has the module's metrics and lists, and no weights.
+"""`on_validation_epoch_end` of a module, called on a copy with the module's metrics, lists and other values, and no weights.
 
 A metric that `validation_step` updates has its states of all batches there, and a list its items of all batches: each
-batch gives the appended items (`appended`), and `ValidationEnd` puts the batches together again. A value kept by the hook
-for the next epoch is an error, because each call gets a new copy. `step.py` enters `appended` around `validation_step`, and
-`task.py` makes the `ValidationEnd` that `EpochValues` (`epoch_values.py`) calls.
+batch gives the appended items (`appended`), and `ValidationEnd` puts the batches together again. Another attribute that steps
+change is missing in the copy. A value kept by the hook for the next epoch is an error, because each call gets a new copy.
+`step.py` enters `appended` around `validation_step`, and `task.py` makes the `ValidationEnd` that `EpochValues`
+(`epoch_values.py`) calls.
 
 Note: trials share the copy in `ValidationEnd.module`, from several threads, so no call may change the shared copy.
 """

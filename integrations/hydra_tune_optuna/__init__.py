@@ -86,7 +86,7 @@ __all__ = [
     "weights_path",
 ]
 
-# Imported on first use, because these modules import torch, and the reader of studies needs none of them.
+# Imported on first use, because most of these modules import torch, and the reader of studies needs none.
 _HOMES = {
     "PoolStudy": "pool_study",
     "TrialCancelledError": "errors",

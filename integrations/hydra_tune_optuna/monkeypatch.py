@@ -1,11 +1,11 @@
 """`install` and `uninstall`: `executor=` for unchanged programs that write `import optuna`.
 
-Optuna's own `create_study` and `load_study` are replaced in the public modules by functions that pass all other
-arguments on. The module does not know the effect of an executor on a study. People import `install` from
-`hydra_tune_optuna` and call the function before such a program imports names from Optuna.
+Functions that pass all other arguments on replace `create_study` and `load_study` in the public modules of Optuna. The
+module does not know the effect of an executor on a study: `study.py` does. People import `install` from `hydra_tune_optuna`
+and call the function before such a program imports names from Optuna.
 
-Note: `_lock` guards `_replaced` and `_made`. `uninstall` must restore the very objects of Optuna, also where others patch
-the same names.
+Note: `_lock` guards `_replaced` and `_made`. `uninstall` must put back the very objects of Optuna, and must leave a name
+alone that others have replaced since `install`.
 """
 
 import functools

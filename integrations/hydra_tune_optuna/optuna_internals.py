@@ -7,7 +7,7 @@ of a search that ended early. The rest of the package reads and writes the priva
 
 Note: threads. During a search only the thread that calls `optimize` touches the sampler. A heartbeat, or a task's function
 that reads its trial, may touch the storage in other threads. Methods of a running trial, `noted_once` and `wait_again`
-delay Ctrl-C here; elsewhere the driver does so.
+delay Ctrl-C here; elsewhere the driver does so during a search.
 """
 # ruff: noqa: SLF001 - that is what this module is for
 
@@ -98,7 +98,7 @@ def storage_of(study: Study) -> BaseStorage:
 
 
 def storage_place(study: Study) -> str | None:
-    """Path of the study's storage, or URL of a server without passwords; None for a storage in memory."""
+    """Path of a file, URL of a server without passwords, or class of another storage of the study; None: in memory."""
     # Optuna puts a cache around a database.
     storage = study._storage._backend if isinstance(study._storage, _CachedStorage) else study._storage
     if isinstance(storage, RDBStorage):
@@ -241,7 +241,7 @@ def note(study: Study, frozen: FrozenTrial, key: str, *, value: Any) -> None:
 
 @hold_interrupts()
 def noted_once(trial: Trial, key: str, value: Any) -> Any:
-    """Return a system attribute of a trial; without the attribute, write and return `value`."""
+    """Return a system attribute of a trial; without the attribute, return `value`, written unless the trial has ended."""
     frozen = stored(trial.study, trial)
     if key in frozen.system_attrs:
         return frozen.system_attrs[key]

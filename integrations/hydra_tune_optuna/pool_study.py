@@ -1,8 +1,9 @@
 """`PoolStudy`: an Optuna study whose trials run in a hydra-tune pool.
 
-`PoolStudy` checks and translates the arguments of `optimize`; the driver runs the search. `create_study` and
-`load_study` (`study.py`) return a `PoolStudy` when called with `executor=`; so do Optuna's own after `install`
-(`monkeypatch.py`).
+`PoolStudy` checks and translates the arguments of `optimize`; `OptimizeDriver` (`search/driver.py`) runs the search in the
+calling thread. `create_study` and `load_study` (`study.py`) return a `PoolStudy` when called with `executor=`; so do
+Optuna's own after `install` (`monkeypatch.py`). People, `run_sweep` (`sweep.py`) and `hyperparameter_search`
+(`hydra_tune_transformers/search.py`) call `optimize`. A copy or a pickle must hold no pool and no objective.
 """
 
 import os
@@ -56,7 +57,7 @@ class PoolStudy(Study):
     Attributes:
         executor: as given; None in a copy. A program may set another.
         keep_best: as given; read at each call of `optimize`.
-        weights_dir: likewise.
+        weights_dir: as given; likewise.
         tell_lost: receives a message for weights that could not be kept; `run_sweep` (`sweep.py`) sets the callback.
         settled: as of `OptimizeDriver`; likewise.
 
@@ -130,7 +131,8 @@ class PoolStudy(Study):
             n_jobs: trials in flight. 1, the default, and -1 stand for the pool's width; a larger number caps the width.
                 For a strictly sequential search, make the executor with `max_concurrent=1`.
             catch: errors that fail their trial without ending the search.
-            callbacks: called as `(study, frozen_trial)` after each trial, in the calling thread, one at a time.
+            callbacks: called as `(study, frozen_trial)` after each trial that does not end the search, in the calling
+                thread, one at a time.
             gc_after_trial: collect garbage after each trial.
             show_progress_bar: show Optuna's progress bar.
 

@@ -1,9 +1,10 @@
 """Runs the sweeps of the command line with Optuna: the entry point `optuna` of the group `hydra_tune.tuners`.
 
 The module translates a sweep's terms into Optuna's sampler, pruner, storage and suggestions, and reports progress to
-the observer. The module knows neither the form of a sweep file nor its display. `hydra-tune sweep`
+the observer. The module reads no sweep file and displays nothing; its messages name the options of the file. `hydra-tune sweep`
 (`hydra_tune/cli/run/sweep_run.py`) calls `check_sweep`, through `OptunaStudyReader.check` (`study_reader.py`), before
-anything is created, and `run_sweep` once the pool is made, unless the sweep runs on a Ray cluster.
+anything is created, and `run_sweep` once the pool is made, unless the sweep runs on a Ray cluster. `hydra-tune check`
+(`hydra_tune/cli/dry_run/checking.py`) calls `check_sweep` alone, which must create nothing.
 
 Note: `run_sweep` runs in the main thread of the sweep's process, and calls the observer in no other thread. The observer
 learns of the end of each asked trial: finished, or left for a later run.

@@ -1,9 +1,11 @@
 """Keeps the weights of a study's best trials, and loads a trial's trained module.
 
-`PoolStudy.optimize` (`pool_study.py`) makes a `StudyWeights` for each search with `keep_best`, and `OptimizeDriver`
-(`search/driver.py`) offers each completed trial's weights. After a search, people import `load_module`, `kept_weights` and
-`weights_path` from `hydra_tune_optuna`; `run_sweep` (`sweep.py`) and `find_weights` (`finding.py`) serve the command line.
-A thread of `BestWeights` (`checkpoint/best.py` of `hydra_tune`) writes the files, so weights may be pending after an offer.
+`PoolStudy.optimize` (`pool_study.py`) makes a `StudyWeights` for each search with `keep_best`. `OptimizeDriver`
+(`search/driver.py`) offers the weights of each completed trial, and `search/checkpoint_gc.py` recovered weights. After a
+search, people import `load_module`, `kept_weights` and `weights_path` from `hydra_tune_optuna`; `run_sweep` (`sweep.py`) and
+`find_weights` (`finding.py`) serve the command line. `study.py`, `monkeypatch.py`, `pool_study.py` and `sweep.py` call
+`check_keeping`. The search calls its `StudyWeights` in one thread. A thread of `BestWeights` (`checkpoint/best.py` of
+`hydra_tune`) writes the files, so weights may be pending after an offer.
 
 Note: location. Each study has its own folder in `weights_dir`; the study's storage records the folder's name and place.
 So new studies of one name share no folder, and any process that can open the study finds the weights. Only a copy of a

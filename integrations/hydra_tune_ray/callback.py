@@ -17,8 +17,8 @@ from hydra_tune_ray.pools import Pools, pools_of
 class PoolCallback(Callback):
     """Tells the pools when trials end: `RunConfig(callbacks=[PoolCallback(trainable)])`.
 
-    Without the callback, a trial whose process was killed, or is kept for reuse, stays in its pool until its lease
-    ends.
+    Without the callback, a trial whose process was killed stays in its pool until its lease ends. A trial whose process Ray
+    keeps for reuse stays until the process takes another trial or ends.
 
     Args:
         trained: the class returned by `hydra_tune_ray.trainable`, or the pools of `start_pools`.

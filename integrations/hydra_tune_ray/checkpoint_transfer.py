@@ -2,7 +2,8 @@
 
 `PoolTrainable` (`trainable.py`) reads a checkpoint that Ray restores. `NodePoolRuntime` (`node/pool_runtime.py`) writes the
 files out before the trial resumes, and reads the files of a saved trial. `TrialClient` (`client.py`) writes the files that a
-pool returns, of a trial on another node or of a completed trial. `weights.py` finds the folder of a checkpoint.
+pool returns, of a trial on another node or of a completed trial. `weights.py` finds the folder of a checkpoint, and
+`sweep.py` the note of a trial that has pruned itself.
 
 Note: the module must not import torch. The manifest is written last, so that half a checkpoint never counts as whole.
 """

@@ -103,7 +103,8 @@ class TrialClient:
             The report; `EndOutcome` only for a trial that has completed, or that has pruned itself after a report.
 
         Raises:
-            TrialError: the trial has failed, or has pruned itself (`on_bad_loss`) before its first report.
+            TrialError: the trial has failed, was ended by another caller, or has pruned itself (`on_bad_loss`) before its first
+                report.
             PoolError: the pool has died.
         """
         while True:

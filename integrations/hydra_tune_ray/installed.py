@@ -1,6 +1,7 @@
 """Checks that a tested version of Ray is installed, before any import of Ray.
 
-`__init__.py` calls `check_ray` on `import hydra_tune_ray`, and `check_tune` at the first use of each public name.
+`__init__.py` calls `check_ray` on `import hydra_tune_ray`, and enters `check_tune` at the first use of each public name. The
+module must not import Ray.
 """
 
 import re

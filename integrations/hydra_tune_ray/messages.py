@@ -1,9 +1,11 @@
 """Messages between trials, pools and the directory.
 
-All messages are plain values, so that a trial's process needs no torch, and a pool needs no Ray Tune. `TrialClient`
-(`client.py`) and `NodePool` (`node/node_pool.py`) exchange messages at a trial's begin, at each report and at the end;
-`LeasedTrialTable` (`node/trial_leases.py`) makes the answers, `node/heartbeat.py` sends a pool's load to `PoolDirectory`
-(`node/pool_directory.py`), and `Pools` (`pools.py`) returns `PoolFigures`.
+Messages hold plain values, or references to files in Ray's object store, so that a trial's process needs no torch, and a
+pool needs no Ray Tune. `TrialClient` (`client.py`) and `NodePool` (`node/node_pool.py`) exchange messages at a trial's begin,
+at each report, at a save and at the end. `PoolTrainable` (`trainable.py`) makes each `BeginRequest`, and `NodePool` and
+`LeasedTrialTable` (`node/trial_leases.py`) make the answers. `node/heartbeat.py` sends a pool's load to `PoolDirectory`
+(`node/pool_directory.py`), `node/local_socket.py` carries reports to the trials of one node, and `Pools` (`pools.py`) returns
+`PoolFigures`.
 
 Note: each change of a message here needs a higher `PROTOCOL` (`version.py`), because pools may be older than a driver.
 """

@@ -9,7 +9,7 @@ Note: Ray's calls and the pool. `step` answers the last report and waits for the
 the pool, and so never runs ahead of Ray. `save_checkpoint` writes the state of the waiting or ended trial, and a ticket, or
 a note if the trial has pruned itself. `load_checkpoint` reads the files, and like `reset_config` asks the pool for nothing
 yet. The next `step` continues the trial in place, if the trial still waits at the ticket's report with the same config;
-else the trial resumes from the files. `cleanup` cancels the trial. A trial saved at this very report, as when Ray pauses
+else the trial resumes from the files. `cleanup` ends the trial. A trial saved at this very report, as when Ray pauses
 the trial, is left to its lease instead, so that another process may come with the ticket.
 """
 

@@ -1,9 +1,10 @@
 """Version check between driver, directory and pools, before any other message.
 
 Messages are pickled values of this package, unreadable for another version; the version itself is plain text. Detached pools
-may be older than a driver, and the nodes of a cluster may differ. `start_pools`, a `Pools` that looks for its directory by name
-(`pools.py`) and `TrialClient` (`client.py`) check the directory before any other call, and `PoolDirectory`
-(`node/pool_directory.py`) checks each pool before the pool opens. `PoolActor` (`node/actors.py`) answers with `VERSION`.
+may be older than a driver, and the nodes of a cluster may differ. `start_pools` and a `Pools` that looks for its directory by
+name (`pools.py`) check the directory before any other call, and `TrialClient` (`client.py`) before the directory chooses a
+pool. `PoolDirectory` (`node/pool_directory.py`) checks each pool before the pool opens. `PoolActor` (`node/actors.py`) and
+`PoolDirectory` answer with `VERSION`.
 
 Note: the method `version` of directory and pools must keep its name and its plain text in all versions.
 """

@@ -2,8 +2,9 @@
 
 `losses_around` finds these attributes of a `Trainer`, and returns copies with an empty module in the place of the model;
 `refusals.py` refuses a loss that holds a part of the model as well (`holds_part`). `placed` puts a trial's model there for a
-call (`own_loss.py`). A loss with parameters or buffers of its own is trained beside the model: the module of the trial is then
-a `ModelWithLosses` (`task.py`). The module must not know shards or devices.
+call (`own_loss.py`). A loss with parameters or buffers of its own goes with the model: the module of the trial is then a
+`ModelWithLosses`. `task.py` asks for the module of a trial (`module_of`), and gives the `Trainer` of a result another model.
+The module must not know shards or devices.
 """
 
 import copy

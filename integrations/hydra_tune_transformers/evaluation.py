@@ -3,8 +3,9 @@
 `TrainerEvaluation` takes the place of `Trainer.prediction_step` for a batch, and `TrainerMetrics` the place of
 `Trainer.evaluation_loop` after the last batch. The pool concatenates the values of all batches in between, so a tensor of
 predictions or labels goes to the pool flat, beside its sizes: `logits.0` and `logits.0:0`, `logits.0:1`, ... `EarlyStop`
-ends a training. `task.py` makes all three, as `evaluate`, `finish` and `stop` of the task; `search.py` names the metrics of
-a search by `OBJECTIVE`. The module must not know shards or devices.
+ends a training. `task.py` makes all three, as `evaluate`, `finish` and `stop` of the task, which the pool and
+`hydra_tune.train_plain` call; `search.py` names the metrics of a search by `OBJECTIVE`. The module must not know shards or
+devices.
 
 Note: bits. On a CPU, the loss and the metrics equal those of `Trainer` to the last bit, so the order of the operations counts.
 

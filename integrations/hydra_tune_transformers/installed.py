@@ -1,8 +1,8 @@
 """Differences between the supported versions of the transformers library, in one place.
 
-No function here branches on a version, but for `refused_versions`. Each asks the installed `Trainer`: by a call with small
-data, by a signature, or by the source of a method. `task.py` and `refusals.py` ask here, so a version between two compared
-versions is treated by its own code.
+No function here branches on a version, but for `refused_versions`. The others ask the installed library and the given
+`Trainer`: by a call with small data, by a signature, by the source of a method, or by an attribute. `task.py` and
+`refusals.py` ask here, so a version between two compared versions is treated by its own code.
 """
 
 import inspect

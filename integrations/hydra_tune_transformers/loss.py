@@ -2,8 +2,9 @@
 
 `TrainerStep` computes a loss from a batch as `Trainer.training_step` and `Trainer.compute_loss` do. A step holds the few
 settings needed for the loss, and not the `Trainer`: a trial cut into shards compares everything read by the step before each
-step, and trials with equal steps may be fused. `task.py` makes the step and the `ItemCount`, and `evaluation.py` evaluates
-with the same step. Bits: operations and types are those of the installed `Trainer`.
+step, and trials with equal steps may be fused. `task.py` makes the step, and takes the `ItemCount` of `installed.py`. The
+pool and `hydra_tune.train_plain` call the step for the batches of a training, and `evaluation.py` evaluates with the same
+step. Bits: operations and types are those of the installed `Trainer`.
 """
 
 from collections.abc import Callable, Mapping

@@ -9,10 +9,9 @@ stand-in for the accelerator, and as `self.model` the module of the step. The mo
 Note: each call has a `self` of its own, but trials share the attributes' contents, and no checkpoint holds the attributes.
 So an override that reads the training (`self.state`), sets an attribute, or changes an attribute's content is refused by
 name: the loss would be another in each trial. Attributes of the user's classes count, too, and so do globals and other
-variables that the classes' functions name. Contents, but for the
-tokenizer's, are compared after the calls 1, 2, 4, 8 and so on of a model, because a large attribute takes milliseconds.
-An attribute that cannot be pickled, such as an open file, is not compared. Trials on several threads call the override at
-once, without a lock.
+variables that the classes' functions name. Contents, but for the tokenizer's, are compared after the calls 1, 2, 4, 8 and so
+on of a model, because a large attribute takes milliseconds. An attribute that cannot be pickled, such as an open file, is not
+compared. Trials on several threads call the override at once, without a lock.
 
 Note: metrics. Trainers of trl append to `self._metrics["train"]` and `self._metrics["eval"]`, and their `log` averages the
 lists. Each call has a copy of `_metrics`. The pool gives the values of an evaluation to `log`; values of the training are

@@ -1,11 +1,11 @@
 """`task_from_trainer`: a stock `Trainer` of the transformers library as a `TrainTask`.
 
 `task_from_trainer` makes a `Trainer`, reads the `Trainer`, and gives the `Trainer` up; the task keeps its settings, its data
-and the factories. Without a `model_init`, each trial makes another `Trainer` for its model. Read `task_of` first,
-for the place of each part: `data.py` for the batches, `loss.py` for a step, `optimizer.py`, `evaluation.py`. `refusals.py`
-has most of the refusals; this module, `data.py` and `optimizer.py` refuse the rest. People import `task_from_trainer` and
-`trainer_from_result`, the way back, from `hydra_tune_transformers`; `search.py` calls `task_of` for each
-trial of a search, within `own_random_state`.
+and the factories. Without a `model_init`, each trial makes another `Trainer` for its model. Read `task_of` first, for the
+place of each part: `data.py` for the batches, `loss.py` for a step, `optimizer.py`, `evaluation.py`. `refusals.py` has most
+of the refusals; `installed.py` refuses old versions, and this module, `data.py` and `optimizer.py` refuse the rest. People
+import `task_from_trainer` and `trainer_from_result`, the way back, from `hydra_tune_transformers`; `search.py` calls
+`task_of` for each trial of a search, within `own_random_state`.
 
 Note: streams. A `Trainer` seeds the process's random streams, so `task_from_trainer` makes a `Trainer` within
 `own_random_state`, and a trial makes a `Trainer` in the trial's own streams on a thread of the pool. Only `trainer_from_result`
@@ -42,7 +42,7 @@ from hydra_tune_transformers.own_loss import own_loss_of
 from hydra_tune_transformers.refusals import refusals
 
 _MAKING = threading.RLock()
-"""Held while a `Trainer` is made: a new `Trainer` sets up anew what accelerate keeps for the process."""
+"""Held while a `Trainer` is made for a task or a trial: a new `Trainer` sets up anew what accelerate keeps for the process."""
 
 
 def task_from_trainer(make_trainer: Callable[[], Trainer]) -> TrainTask:

@@ -1,9 +1,9 @@
-"""Removes the checkpoints of completed and pruned trials, once the trial's weights are kept or not among the best.
+"""Removes the checkpoints of completed and pruned trials, once the trial's weights are kept, lost or not among the best.
 
 A process killed between the tell and the keeping leaves a complete trial with a checkpoint and no weights. The next
 search resumes the checkpoint in the pool to recover the weights; a checkpoint of the trial's final state takes no
-units. `OptimizeDriver` (`driver.py`) calls `told` after each completed or pruned trial, and `start` for each trial with
-weights to recover.
+units. `OptimizeDriver` (`driver.py`) calls `told` after each completed or pruned trial, `start` for each trial with
+weights to recover, `on_end` at the end of a recovery, and `settle` at the end of the search.
 
 Note: a checkpoint must outlive the write of its trial's weights, on another thread. All calls come from the search's thread.
 """

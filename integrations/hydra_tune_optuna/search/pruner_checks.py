@@ -10,7 +10,7 @@ runs the search makes all these calls.
 
 Note: trials that run ahead. Staggered trials end early, but an idle device still trains trials that the pruner cannot judge
 yet. So, until enough trials have completed, the oldest trials run ahead, and any other trial waits at its first report that
-the pruner could judge. Half of the devices may idle meanwhile. In exchange hardly any trial is trained that the pruner
+the pruner could judge. Up to half of the devices may idle meanwhile. In exchange hardly any trial is trained that the pruner
 would have ended, so the search is over as early as without waiting (`benchmarks/admission.py`).
 """
 

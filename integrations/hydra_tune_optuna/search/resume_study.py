@@ -1,17 +1,18 @@
 """Finds trials left running by a dead process, for a new search to resume.
 
-`OptimizeDriver` (`driver.py`) claims the found trials at the start of each search, and asks for new trials through
-`StudyResumer.ask`; `resume_sweep.py` lists the found trials before a sweep, without claiming any; `checkpoint_gc.py`
-removes checkpoints here, and `shutdown.py` asks whether a trial has one.
+`OptimizeDriver` (`driver.py`) claims the found trials by `StudyResumer.begin` at the start of each search, asks for new
+trials through `ask`, and takes the options of each submit. `resume_sweep.py` lists the found trials before a sweep, without
+claiming any; `checkpoint_gc.py` removes checkpoints here, and `shutdown.py` asks whether a trial has one.
 
 Note: ownership. With a `checkpoint_dir`, each search keeps a locked file there for as long as the search lives. The search
 *claims* a trial by writing the file's name into the trial's storage record, before or as the trial begins to run. A running
-trial whose claims are all by dead searches is ownerless, and the next search claims it. Trials with neither a claim nor a
-checkpoint here belong to plain Optuna, and trials with a claim unknown to this folder belong to another folder.
+trial is ownerless when all its claims are by dead searches and no living job uses its checkpoint, and the next search claims
+the trial. Trials with neither a claim nor a checkpoint here belong to plain Optuna, and trials with a claim unknown to this
+folder belong to another folder.
 
-Note: studies. Beside the searches' files the folder notes the identity and the storage of each study. A study of the same
-name in another storage is refused, because each of the two would remove the checkpoints of the other. A study that was deleted
-and made anew in its storage takes the folder over.
+Note: studies. Beside the searches' files the folder notes the identity and the storage of each study, unless the study is
+in memory. A study of the same name in another storage is refused, because each of the two would remove the checkpoints of the
+other. A study that was deleted and made anew in its storage, or moved with its storage, takes the folder over.
 
 Note: checkpoints. Checkpoints are found by study name and trial number, and must agree with the trial in parameters and
 start time, because a study may have been deleted and recreated under its name. A trial without a checkpoint was killed

@@ -3,7 +3,8 @@
 A left trial with a checkpoint stays running in the storage, where `resume_study` finds the trial. A left trial without
 a checkpoint is put back to waiting, like Optuna's own enqueued trials, with its drawn parameters, and begins anew. Both
 continue under their old numbers. `OptimizeDriver` (`driver.py`) calls `leave` when Ctrl-C or SIGTERM ends a search with
-a `checkpoint_dir`, and `give_up` at every other early end.
+a `checkpoint_dir`, and `give_up` at every other early end. Both must go on after a trial that cannot be told or put back, so
+that the other trials do not seem to run.
 """
 
 from collections.abc import Iterable

@@ -2,8 +2,8 @@
 
 Pure Python: `benchmarks/ray_scale.py` simulates with the same code. The rule is longest remaining time first, as within
 a pool: a trial moves from the pool that would end last to the pool that would end first. The chosen trial makes the later
-of the two pools end soonest. `PoolDirectory` (`pool_directory.py`) chooses a pool when a trial begins, and asks for moves at
-each report of a pool.
+of the two pools end soonest. `PoolDirectory` (`pool_directory.py`) chooses a pool when a trial begins or a node drains, and
+asks for moves at the reports of pools. The module must not call Ray or read a clock.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class PoolBacklog:
 
 
 def least_busy(pools: Mapping[str, PoolBacklog], seconds: float, *, near: str | None = None) -> str:
-    """Choose the pool in which a new trial, with some seconds of compute, would end first; at a tie the pool `near`."""
+    """Choose the pool in which a new trial would end first; at a tie the pool with fewer trials, then the pool `near`."""
 
     def end(name: str) -> tuple[float, int, bool, str]:
         work = pools[name]

@@ -2,13 +2,14 @@
 
 The pool runs in a Ray actor. The actor's event loop only routes messages; tasks are built, copied and written in worker
 threads, and the devices compute in the executor's threads. `PoolActor` (`actors.py`) makes the `NodePool` at the first
-call, and forwards each call of a client or of the directory.
+call, and forwards each call of a client or of the directory; `LocalSocketServer` (`local_socket.py`) calls `next`. The module
+must not import Ray Tune.
 
 Note: waits. The pool answers `next` within seconds, if only with `WaitingOutcome`. Calls that build, copy, write or end a trial
 may take minutes, and their callers allow for minutes. The heartbeat waits for no trial.
 
-Note: threads. All state here changes on the event loop alone, without locks; a change across an `await` must look again
-whether the trial is still in the table. Nothing on the loop may block longer than the executor's own lock.
+Note: threads. All state here changes on the event loop alone, without locks of threads. A change across an `await` must look
+again whether the trial is still in the table. Nothing on the loop may block longer than the executor's own lock.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """Finds the cluster's nodes with devices, and the share of each node that its pool takes.
 
 `start_pools` (`pools.py`) looks for devices before any pool starts, and `PoolDirectory` (`pool_directory.py`) lists the
-nodes and the draining nodes anew about every two seconds, in a worker thread, because Ray may not answer.
+nodes and the draining nodes anew about every two seconds, in a worker thread, because Ray may not answer. No function here
+may be called on an event loop. `actors.py`, `messages.py` and the pools pass each `DeviceNode` on.
 """
 
 import re

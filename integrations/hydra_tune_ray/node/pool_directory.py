@@ -1,8 +1,9 @@
 """The actor that manages a set of pools: starts a pool on each node with devices, and assigns trials to pools.
 
 The directory stores nothing: a restarted directory rebuilds its view from the pools' next heartbeats, on any node.
-`start_pools` (`pools.py`) makes the actor, `TrialClient` (`client.py`) asks for a pool when a trial begins, and each pool
-reports through `heartbeat.py`.
+`start_pools` (`pools.py`) makes the actor, and `Pools` asks for figures, options and the end of trials or of all pools.
+`TrialClient` (`client.py`) asks for a pool when a trial begins, and each pool reports through `heartbeat.py`. All state
+changes on the event loop of the actor, without locks. Lists of nodes and starts of pools run in threads, as Ray may not answer.
 
 Note: lifetimes. A directory that is not detached ends with the driver. Pools are detached and end when no directory
 answers; a directory that dies alone is restarted by Ray and finds its pools still running.
@@ -63,7 +64,8 @@ class _RegisteredPool:
         actor: handle of the pool's actor.
         load: the pool's last report of its load.
         seen: time of the last report.
-        placed: times at which trials were sent to the pool, by key, until the pool itself reports the trials.
+        placed: times at which trials were sent to the pool, by key, until the pool reports the trials, or for
+            `_PLACED_SECONDS`.
     """
 
     actor: Any
@@ -239,7 +241,7 @@ class PoolDirectory:
         return targets
 
     async def _start_missing(self) -> None:
-        """Start missing pools, each in its own task: one start may take minutes."""
+        """Drop lost pools, and start missing pools, each in its own task: one start may take minutes."""
         present_nodes = await asyncio.to_thread(
             device_nodes, self._plan.options
         )  # off the event loop: Ray may not answer now

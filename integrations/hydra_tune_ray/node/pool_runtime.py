@@ -2,7 +2,7 @@
 
 `NodePool` (`node_pool.py`) makes a `NodePoolRuntime` when the pool opens, and calls the runtime in worker threads when
 a trial begins, is saved, moves or ends, because the calls block. Only `copy_at_end` returns at once, and is called on the
-event loop.
+event loop. The module imports torch, and must not import Ray Tune.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """Estimates of the compute that each trial still needs, smoothed from the pools' reports.
 
-A pool knows the length of a trial's epochs after computing one, before that only the number of epochs, and nothing before
-building the trial. An epoch never timed is assumed to take the average time of the others' epochs. `PoolDirectory`
-(`pool_directory.py`) passes each pool's report on, and asks for the estimates before placing or moving a trial. All calls
-come from the directory's event loop, so there is no lock.
+A pool knows the seconds of a trial's epochs once the trial has begun, or, for data without a length, has drawn an epoch;
+before that only the number of epochs, and nothing before building the trial. A trial never timed is assumed to take the
+average time of the others' epochs. `PoolDirectory` (`pool_directory.py`) passes each pool's report on, and asks for the
+estimates before placing or moving a trial. All calls come from the directory's event loop, so there is no lock.
 
 Note: smoothing. A pool measures seconds per step over the last few steps, and on a busy machine this figure doubles and
 halves within seconds. The remaining time multiplies the noise, so raw figures would send trials to and fro. The number of

@@ -1,8 +1,8 @@
 """Trials held by a pool: each trial's job, last message, and lease.
 
-`LeasedTrialTable` runs in the event loop of the pool's actor and never blocks; `NodePool` (`node_pool.py`) calls the
-table at each message of a client and at each heartbeat, and moves blocking work to other threads. Only
-`_EventLoopStream.put` runs in the threads of jobs, and hands each event to the loop.
+`LeasedTrialTable` runs in the event loop of the pool's actor and waits for no thread, except shortly for the lock of the
+executor. `NodePool` (`node_pool.py`) calls the table at each message of a client and at each heartbeat, and moves blocking
+work to other threads. Only `_EventLoopStream.put` runs in the threads of jobs, and hands each event to the loop.
 
 Note: leases. A trial's client renews the lease at least every third of `lease_seconds`; the pool cancels a trial after
 a whole lease without renewal. A client that ends in order tells the pool so, and the driver's `PoolCallback` speaks for
@@ -250,7 +250,7 @@ def over(result: Result) -> EndOutcome:
 
 
 def told(error: BaseException) -> str:
-    """Error as text: the message alone for errors of hydra-tune, with the traceback for all others."""
+    """Error as text: class and message for errors of hydra-tune, with the traceback for all others."""
     if isinstance(error, HydraTuneError):
         return f"{type(error).__name__}: {error}"
     return "".join(traceback.format_exception(error)).strip()
