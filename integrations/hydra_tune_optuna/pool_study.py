@@ -3,7 +3,7 @@
 `PoolStudy` checks and translates the arguments of `optimize`; `OptimizeDriver` (`search/driver.py`) runs the search in the
 calling thread. `create_study` and `load_study` (`study.py`) return a `PoolStudy` when called with `executor=`; so do
 Optuna's own after `install` (`monkeypatch.py`). People, `run_sweep` (`sweep.py`) and `hyperparameter_search`
-(`hydra_tune_transformers/search.py`) call `optimize`. A copy or a pickle must hold no pool and no objective.
+(`integrations/hydra_tune_transformers/search.py`) call `optimize`. A copy or a pickle must hold no pool and no objective.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Drop-in for `optuna.study`, with a `create_study` and a `load_study` that take `executor=`.
 
 People import `create_study`, `load_study` or the module itself from `hydra_tune_optuna`. `run_sweep` (`sweep.py`) and
-`hyperparameter_search` (`hydra_tune_transformers/search.py`) open studies by `create_study`, and `monkeypatch.py` calls
-`with_executor`. A name that the module lacks is looked up in `optuna.study`. Every check of options must come before
-Optuna creates the study, which would stay in its storage.
+`hyperparameter_search` (`integrations/hydra_tune_transformers/search.py`) open studies by `create_study`, and `monkeypatch.py`
+calls `with_executor`. A name that the module lacks is looked up in `optuna.study`. Every check of options must come
+before Optuna creates the study, which would stay in its storage.
 """
 
 import os
