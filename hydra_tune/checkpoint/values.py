@@ -1,11 +1,12 @@
-"""Python values as JSON and tensors, and back: the same types and the same bits, or refused by name. Nothing is unpickled.
+"""Python values as JSON and tensors, and back: the same types and bits, or refused by name. Nothing is unpickled.
 
 Values without a JSON form become an object with the key `$` for their type: a tuple, a set, a non-finite float, a
 tensor by name, and so on. A dict with a key `$`, or with keys other than texts, becomes such an object of pairs.
+Of a Python NaN the sign and the payload are lost. `encode` returns live tensors, which the callers copy.
 `train/checkpoint/trial_checkpoint.py` encodes the state of a trial at each snapshot, and decodes the state when the
 trial resumes; `train/checkpoint/attribute_diff.py` encodes attributes to tell whether attributes have changed, and
 `train/checkpoint/compatibility.py` copies values by encoding and decoding. A later release must decode each form written
-here, and must not run code that a file names.
+here, and must not run code that a file names. The module must not know models, the pool or a tuner.
 """
 
 import math

@@ -3,24 +3,26 @@
 `Worker` (`pool/runtime/worker.py`) prepares the prefetcher before each unit; rehearsals (`pool/dry_run/executor.py`) and
 timed steps (`train/timing/step_timing.py`) do likewise. `Lease` (`lease.py`) calls `begin` and `go_on` through the pager.
 When the unit begins to compute, the prefetcher calls `asks` for the next blocks in the order of need; in a pool,
-`NextUnitPredictor` (`pool/devices/next_units.py`) answers. For each block on the host, or on another device and not in use
-there, the unit's thread allocates device memory where room can be had, and a background copy fills the memory. A block from
-another device comes by the same way as a fetch (`Pager.way_from`); if the way leads over the host and the host lacks the
-bytes, the other device begins a write-back. The prefetcher uses the room left by the running unit. The victims are the blocks
-that the next unit itself would choose, apart from pinned blocks and blocks of the next units. A clean victim is dropped at
-once. A dirty victim is written back in the background and gives its room at the next call, or within a burst of steps when a
-step ends later. Victims for the largest workspace of the next units are written back in the same way.
+`NextUnitPredictor` (`pool/devices/next_units.py`) answers. For each block on the host, or on another device and not in
+use there, the unit's thread allocates device memory where room can be had, and a background copy fills the memory. A
+block from another device comes by the same way as a fetch (`Pager.way_from`); if the way leads over the host and the host
+lacks the bytes, the other device begins a write-back. The prefetcher uses the room left by the running unit. The victims
+are the blocks that a further unit of the running trial would choose, apart from pinned blocks and blocks of the next
+units. A clean victim is dropped at once. A dirty victim is written back in the background and gives its room at the next
+call, or within a burst of steps when a step ends later. Victims for the largest workspace of the next units are written
+back in the same way.
 
 With a host tier, the tier starts reading blocks on disk now, for sending when the next unit begins. A block under way
 keeps its host copy, and a dirty block is written back only if the host has room without waiting
 (`memory/host/host_tier.py`).
 
 A block sent in vain is dropped like any clean block. Another device in need of a block does not wait if the copy has not
-begun. While everything fits and no block comes over a link from another device, the
-prefetcher neither asks nor sends.
+begun. While no unit has to make room and no block comes over a link from another device, the prefetcher neither asks nor
+sends. `shard/cost/traffic_model.py` imitates `send` and the choice of victims: a change here needs a change there.
 
 Note: locks. The prefetcher only tries the lock of a block with bytes, and never waits for that lock: a block that another
-thread moves is left out. The module must not know models or steps.
+thread moves is left out. The prefetcher waits for the lock of a trial's share of a shared tensor, which has no bytes.
+The module must not know models or steps.
 """
 
 from collections.abc import Callable, Sequence

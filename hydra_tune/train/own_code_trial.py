@@ -1,14 +1,16 @@
 """`OwnCodeTrial`: a trial that trains by the user's own code, as long as its steps fit.
 
 `SingleTrial` (`single_trial.py`) derives from `OwnCodeTrial`, and runs the rest as shard units where a step does not fit.
-`LoopTrial` (`own_loop/loop_trial.py`) derives from `OwnCodeTrial` for the state and the bursts alone.
+`LoopTrial` (`own_loop/loop_trial.py`) derives from `OwnCodeTrial` for the state and the bursts alone. Order and bits are
+those of `train/loop/reference_loop.py`. The module must not know the pool or the scheduler.
 
-Note: bursts. `BurstRunner` (`train/loop/burst.py`) resumes the generators here within a unit, and reads their `BurstMark`s. The
-user's step may run only while the burst has a device, so a generator yields `BurstMark.NO_DEVICE` after each draw that has
-cost the device. A step that does not fit even with its activations on the host is undone and run again from the same positions
-of all streams.
+Note: bursts. `BurstRunner` (`train/loop/burst.py`) resumes the generators here within a unit, and reads their
+`BurstMark`s, as `Trial.advance` (`trial.py`) does. The user's step may run only while the burst has a device, so a
+generator yields `BurstMark.NO_DEVICE` after each draw that has cost the device. A step that does not fit even with its
+activations on the host is undone and run again from the same positions of all streams.
 
-Note: locks. In a pool, a thread that resumes the generators holds a turn (`pool/runtime/job_state.py`); the trial has no lock.
+Note: locks. In a pool, a thread that resumes the generators holds a turn (`pool/runtime/job_state.py`); the trial has no
+lock.
 """
 
 import itertools

@@ -1,7 +1,8 @@
 """Builds a task from Ray's sample, so that one `build` serves Ray, Optuna and the command line.
 
 `NodePoolRuntime` (`node/pool_runtime.py`) calls `built` in the pool when a trial begins, and `load_module`
-(`weights.py`) when a user loads a trained module. The module must import neither Ray nor Optuna.
+(`weights.py`) when a user loads a trained module. Several builds may run at once, on
+threads of the pool. The module must not import Ray, Optuna or torch.
 """
 
 import inspect

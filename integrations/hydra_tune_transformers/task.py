@@ -1,16 +1,17 @@
 """`task_from_trainer`: a stock `Trainer` of the transformers library as a `TrainTask`.
 
-`task_from_trainer` makes a `Trainer`, reads the `Trainer`, and gives the `Trainer` up; the task keeps its settings, its data
-and the factories. Without a `model_init`, each trial makes another `Trainer` for its model. Read `task_of` first, for the
-place of each part: `data.py` for the batches, `loss.py` for a step, `optimizer.py`, `evaluation.py`. `refusals.py` has most
-of the refusals; `installed.py` refuses old versions, and this module, `data.py` and `optimizer.py` refuse the rest. People
-import `task_from_trainer` and `trainer_from_result`, the way back, from `hydra_tune_transformers`; `search.py` calls
-`task_of` for each trial of a search, within `own_random_state`.
+`task_from_trainer` makes a `Trainer`, reads the `Trainer`, and gives the `Trainer` up; the task keeps its settings, its
+data and the factories. Without a `model_init`, each trial makes another `Trainer` for its model. Read `task_of` first,
+for the place of each part: `data.py` for the batches, `loss.py` for a step, `optimizer.py`, `evaluation.py`.
+`refusals.py` has most of the refusals; `installed.py` refuses old versions, and this module, `data.py` and `optimizer.py`
+refuse the rest. People import `task_from_trainer` and `trainer_from_result`, the way back, from
+`hydra_tune_transformers`; `search.py` calls `task_of` for each trial of a search, within `own_random_state`.
 
 Note: streams. A `Trainer` seeds the process's random streams, so `task_from_trainer` makes a `Trainer` within
-`own_random_state`, and a trial makes a `Trainer` in the trial's own streams on a thread of the pool. Only `trainer_from_result`
-lets the new `Trainer` seed the process's streams. The module must not know shards or devices. Each trial has a model of its own
-(`own_copy`).
+`own_random_state`, and a trial makes a `Trainer` in the trial's own streams on a thread of the pool. Only
+`trainer_from_result` lets the new `Trainer` seed the process's streams on the host; GPU streams stay seeded each time.
+The numbers must be those of `Trainer.train()` to the last bit, or the `Trainer` is refused. The module must not know
+shards or devices. Each trial has a model of its own (`own_copy`).
 """
 
 import math

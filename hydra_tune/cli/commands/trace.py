@@ -2,7 +2,8 @@
 
 `cli/root.py` adds the command to `hydra-tune`, and users call the command on a log that `hydra-tune sweep` or
 `HydraExecutor(event_log=...)` has written. `observe/event_log/run_figures.py` computes the figures, and `observe/trace/`
-writes, draws and prints. The module must not import torch.
+writes, draws and prints. A `ConfigError` of a log, a range or an installation passes through to `cli/root.py`, which ends
+with exit code 2. The module must not import torch.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Plans configurations of a checked sweep file, each as if alone in the pool.
 
 `cli/commands/plan.py` calls `run_plan` for `hydra-tune plan`, once the sweep file is read and checked. The module must
-train nothing, and create no study and no folder of the sweep. An error of a single configuration does not end the others.
+train nothing, and create no study and no folder of the sweep. The command imports the module when called, because the
+module imports torch. An error of a single configuration does not end the others.
 """
 
 import json

@@ -2,10 +2,10 @@
 
 A rule is given the dimension of every value that holds the samples (None: no samples). The rule decides whether the
 operator returns a value with samples in a given dimension, no sample depending on another. A dimension may hold several
-positions of every sample, sample after sample. `counted_losses` (`sample_independence.py`) applies a rule to each
-operator on samples, when a group meets a second batch size, and gives the reductions of `LOSSES` to `MaskedReduction`
-(`masked_loss.py`). A rule must refuse whatever is not certain. The module must not know groups, and holds no state: any
-thread may ask.
+positions of every sample, sample after sample. `counted_losses` (`sample_independence.py`) asks `outer_of` for operators
+of `ROW_MAJOR` and a rule for others, when a group meets a second batch size, and gives the reductions of `LOSSES` to
+`MaskedReduction` (`masked_loss.py`). The samples come out the same up to rounding, and padding may hold any finite value.
+A rule must refuse whatever is not certain. The module must not know groups, and holds no state: any thread may ask.
 """
 
 import math
@@ -278,7 +278,7 @@ _Loss = Callable[[Dims, fx.Node], tuple[int, int, dict[str, Any]] | None]
 def _of_classes(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | None:
     named = named_arguments(node)
     scores, target = named["self"], named["target"]
-    # Class weights and label smoothing change the divisor of the mean, and `MaskedReduction` divides by a plain count.
+    # Class weights change the divisor of the mean, label smoothing each sample's loss, and `MaskedReduction` knows neither.
     is_known = named["weight"] is None and not named.get("label_smoothing") and named["reduction"] != _NONE
     if not is_known or not isinstance(target, fx.Node) or target.meta["val"].is_floating_point():
         return None

@@ -1,10 +1,11 @@
 """`StepPlanner`: plan group steps that exceed a device's memory; the planner chooses swap and recompute of activations.
 
-The module knows groups' plans and the geometry of tensors, and must not know running groups. `GroupJobLauncher`
-(`pool/fusion/group_jobs.py`) makes a pool's planner, and a dry run (`pool/dry_run/fusion_report.py`) makes another.
-`PlannedSizeChooser` (`planned_group_size.py`) asks for plans before a group is formed; `PlannedStepCache`
-(`planned_unit.py`) asks before the first step of a kind, and before a group changes its size; `PairTrial` (`pair_trial.py`)
-asks for the merged steps of two groups. `StepPlanAutotuner` (`plan_autotuner.py`) has `replanned` correct a plan, and the
+The module knows groups' plans and the geometry of tensors, and must not know running groups. The planner alone decides on
+swaps. `GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes a pool's planner, and a dry run
+(`pool/dry_run/fusion_report.py`) makes another. `PlannedSizeChooser` (`planned_group_size.py`) asks for plans before a
+group is formed; `PlannedStepCache` (`planned_unit.py`) asks before the first step of a kind, and before a group changes
+its size; `PairTrial` (`pair_trial.py`) asks for the merged steps of two groups. `planned_executor.py` and
+`paired_unit.py` run a `PlannedStep`. `StepPlanAutotuner` (`plan_autotuner.py`) has `replanned` correct a plan, and the
 matcher (`pool/fusion/group_matcher.py`) calls `check_planned`. `pool/dry_run/step_profiles.py` uses `clock_of`.
 
 Note: locks. One plan is made at a time (`_making`), because concurrent profiles would disturb each other. Tracing holds

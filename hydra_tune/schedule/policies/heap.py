@@ -1,8 +1,9 @@
 """`ViewHeap`: a heap of eligible jobs by a number, with lazy removal.
 
 Most policies here, such as `fifo.py` and `lpt.py`, keep the eligible jobs in a `Smallest` or a `ViewHeap`, and take the
-first job when asked about an idle device. `lrtf.py` has heaps of its own. A heap takes no lock: one thread at a time calls its
-selection.
+first job when asked about an idle device. `lrtf.py` has heaps of its own. A heap takes no lock: one thread at a time
+calls its selection. `PriorityLevels` (`schedule/levels.py`) drops an empty `Smallest`, which must keep no state besides
+its jobs. The module must import no torch, and reads no clock.
 """
 
 import itertools

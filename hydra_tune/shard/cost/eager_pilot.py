@@ -3,10 +3,11 @@
 Code that depends on values cannot run on fake tensors. The pilot therefore runs the step in the way of its unit, keeping
 or spilling its activations, while a tracker follows the storages made by the step. Before a run that spills, another run,
 without a tracker, checks each host copy. `whole_plan` (`shard/execute/eager_plan.py`) calls `EagerPilot` while making the
-plan of such a step. The pilot runs copies of the trial's model alone.
+plan of such a step. The pilot runs copies of the trial's model alone, and must run a step as `EagerStep` does, or the
+peak is another. The module must not know the pager, and reads no clock.
 
 Note: the runs are runs of the user's own code. `PlanLibrary` (`shard/partition/plan_cache.py`) holds the gate alone
-meanwhile, and puts back what the code has changed in Python; the pilot itself restores the random streams.
+meanwhile, and puts back changes of Python values that the library can follow; the pilot itself restores the random streams.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,10 @@
 """`RehearsalFakeMode`: a world of tensors with sizes but no bytes, in which code that reads values can run as well.
 
 `pool/dry_run/report.py` makes the rehearsed trials in this mode, and `PoolRehearsal` (`pool/dry_run/executor.py`) runs
-all units of a rehearsal in the same mode. The pilot of updates (`shard/cost/update_pilot.py`) steps large stand-ins, which
-cannot be stepped on `meta`, on tensors of this mode. A mode serves one thread: the count of reads has no lock.
+all units of a rehearsal in the same mode. The pilot of updates (`shard/cost/update_pilot.py`) steps large stand-ins,
+which cannot be stepped on `meta`, on tensors of this mode. A mode serves one thread: the count of reads has no lock.
+`EndlessReadError` must be no `HydraTuneError`, so that `PoolRehearsal` fails one task and not the forecast. The module
+must not compute numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,7 @@ from hydra_tune.shard.analysis.mutating_ops import overwritten
 
 _READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - what item(), float() and bool() come down to
 
-_MOST_READS = 30_000  # in one unit: some seconds
+_MOST_READS = 30_000  # in one unit with the updates that follow at once: some seconds
 
 _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 

@@ -1,12 +1,13 @@
 """A plan: a captured step cut into shards, with the needs of each unit and the lifetime of each value.
 
-A plan of a graph holds no tensor of any trial, so trials with equal keys (`key_of` in `plan_request.py`) share the plan; nobody
-may change a plan. An eager plan (`shard/execute/eager_plan.py`) is of one trial alone. Names of values are the graph's node
-names. `PlanLibrary` (`plan_cache.py`) has a plan built when a trial meets a new kind of batch. `BatchUnits`
-(`train/loop/batch_units.py`) makes the units of each batch by the plan, `ShardChain` (`shard/execute/chain.py`) computes the
-units, and `pool/dry_run/report.py` reports the plan for `HydraExecutor.plan`. Modules of `train/` and `fusion/` read plans.
-`partition_planner.py`, `shard/cost/step_estimate.py` and `shard/verify/sample_check.py` call `build_plan` for plans that no
-trial runs. The module must not run units.
+A plan of a graph holds no tensor of any trial, so trials with equal keys (`key_of` in `plan_request.py`) share the plan;
+nobody may change a plan. An eager plan (`shard/execute/eager_plan.py`) is of one trial alone. Names of values are the
+graph's node names. `PlanLibrary` (`plan_cache.py`) has a plan built when a trial meets a new kind of batch. `BatchUnits`
+(`train/loop/batch_units.py`) makes the units of each batch by the plan, `ShardChain` (`shard/execute/chain.py`) computes
+the units, and `pool/dry_run/report.py` reports the plan for `HydraExecutor.plan`. Modules of `train/` and `fusion/` read
+plans. `partition_planner.py`, `shard/cost/step_estimate.py` and `shard/verify/sample_check.py` call `build_plan` for
+plans that no trial runs; the first chooses the edges. `shard/verify/` compares each new plan with the uncut step. The
+module must not run units, or know trials over time, the pager or the schedule.
 """
 
 from collections.abc import Iterable

@@ -4,8 +4,9 @@ The module knows nothing of pools or of training. `OptimizeDriver` (`driver.py`)
 be taken up, `beat` once the driver has found the trials that dead processes have left, and `discard` when a trial has been
 told. The driver fails stale trials only while `tells_who_lives` is true.
 
-Note: the thread touches the storage alone, in a session of its own, and never the study or the sampler. The lock guards the
-numbers of the trials, and no call to the storage happens under the lock.
+Note: the driver's thread makes all calls, `beat` also while the sender sends. The sender touches the storage alone, in a
+session of its own, and never the study or the sampler. The lock guards the numbers of the trials, and no call to the
+storage happens under the lock.
 """
 
 import time
@@ -97,7 +98,7 @@ class StudyHeartbeatSender:
         self._wake.set()
 
     def beat(self) -> None:
-        """Send a heartbeat for every trial before returning, ahead of a check for dead trials."""
+        """Send a heartbeat for every trial before returning, and so before the driver first fails stale trials."""
         target = self._target
         if target is None:
             return

@@ -3,8 +3,8 @@
 A left trial with a checkpoint stays running in the storage, where `resume_study` finds the trial. A left trial without
 a checkpoint is put back to waiting, like Optuna's own enqueued trials, with its drawn parameters, and begins anew. Both
 continue under their old numbers. `OptimizeDriver` (`driver.py`) calls `leave` when Ctrl-C or SIGTERM ends a search with
-a `checkpoint_dir`, and `give_up` at every other early end. Both must go on after a trial that cannot be told or put back, so
-that the other trials do not seem to run.
+a `checkpoint_dir`, and `give_up` at every other early end that leaves trials behind. The thread of `optimize` makes all
+calls. Both must go on after a trial that cannot be told or put back, so that the other trials do not seem to run.
 """
 
 from collections.abc import Iterable
@@ -46,8 +46,8 @@ def leave(
     Args:
         study: the study.
         resuming: knows the saved trials.
-        submitted: trials that were in the pool, which no longer runs any of them.
-        unsubmitted: trials only just asked for.
+        submitted: trials that were in the pool, whose jobs are saved or cancelled; last units may still run.
+        unsubmitted: trials without a job, such as those only just asked for.
 
     Returns:
         Trials that stay running in the storage.
