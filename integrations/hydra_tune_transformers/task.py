@@ -88,7 +88,8 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
         make_trainer: as for `task_from_trainer`.
         result: a pool's `Result` of the task, or the `PlainResult` of `hydra_tune.train_plain`.
     """
-    trainer = make_trainer()
+    with _MAKING:
+        trainer = make_trainer()
     # A copy, because Trainers of a script may share one model, and every trial begins with the weights of that model.
     model = installed.align_special_tokens(own_copy(trainer.model), trainer.processing_class)
     replace_model(trainer, model)

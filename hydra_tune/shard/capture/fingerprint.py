@@ -40,7 +40,7 @@ from hydra_tune.shard.python_state.code_names import (
     mentioned_names,
     stands_in_its_module,
 )
-from hydra_tune.shard.python_state.value_holder import PLAIN, bytes_of
+from hydra_tune.shard.python_state.value_holder import PLAIN, buffer_facts
 from hydra_tune.task import TrainTask
 
 _COMPILED = "_torchdynamo_orig_callable"
@@ -333,7 +333,7 @@ def _shows_its_value(value: Any) -> bool:
     """
     bases = type(value).__mro__
     is_plain = all(base in _WITHOUT_A_VALUE or not base.__flags__ & IS_IMMUTABLE_TYPE for base in bases)
-    return is_plain or bytes_of(value) is not None
+    return is_plain or buffer_facts(value) is not None
 
 
 def _numpy(value: Any) -> Hashable:

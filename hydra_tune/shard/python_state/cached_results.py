@@ -6,6 +6,7 @@ call `restore`. The module takes no lock: other trials may use the cache meanwhi
 """
 
 import gc
+import inspect
 from typing import Any
 
 from torch import Tensor
@@ -76,5 +77,7 @@ def results_of(wrapper: Any) -> list[Any]:
     if wrapper.cache_parameters()["maxsize"] is None:
         return [result for table in _tables_of(wrapper) for result in table.values()]
     code = getattr(wrapper.__wrapped__, "__code__", None)
-    has_arguments = code is None or code.co_argcount + code.co_kwonlyargcount > 0
-    return [] if has_arguments or not wrapper.cache_info().currsize else [wrapper()]
+    takes_none = code is not None and not (
+        code.co_argcount + code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    )
+    return [wrapper()] if takes_none and wrapper.cache_info().currsize else []

@@ -25,6 +25,7 @@ import functools
 import gc
 import io
 import itertools
+import mmap
 import multiprocessing.connection
 import operator
 import os
@@ -56,6 +57,7 @@ from hydra_tune.shard.python_state.tensor_contents import (
     is_mapped,
     memory_of,
     sampled,
+    sampled_bytes,
     writers_of,
 )
 from hydra_tune.shard.python_state.value_holder import (
@@ -64,6 +66,7 @@ from hydra_tune.shard.python_state.value_holder import (
     PLAIN,
     ItemLabels,
     Values,
+    buffer_facts,
     bytes_of,
     pickled,
     undo_by_element,
@@ -479,9 +482,16 @@ class ReachableValues(CodeWalk):
         if hasattr(value, "_get_value"):  # a semaphore of multiprocessing
             self._hold([label], lambda: [value._get_value()])  # noqa: SLF001
             return
-        if (before := bytes_of(value)) is not None:
-            if len(before) > _MAX_ARRAY_BYTES:
-                raise CaptureError(f"{label} is too large to be compared at each step; use a tensor")
+        if (facts := buffer_facts(value)) is not None:
+            size, is_readonly = facts
+            if size > _MAX_ARRAY_BYTES:
+                if not (self._is_lenient or self._skips_large):
+                    raise CaptureError(f"{label} is too large to be compared at each step; use a tensor")
+                # A memory map is left out, because a look would read all over its file.
+                if not (is_readonly or isinstance(value, mmap.mmap)):
+                    self._hold([label], lambda: [sampled_bytes(value)], owner=id(value))
+                return
+            before = bytes_of(value)
             self._hold([label], lambda: [bytes_of(value)], lambda _: write_bytes(value, before))
             return
         content = pickled(value)

@@ -90,3 +90,12 @@ def sampled(array: Any) -> tuple[Any, ...]:
     """Return the facts of a large array, and a checksum of some elements, in which a change of the whole array shows."""
     places = range(0, array.size, max(array.size // _MAX_SAMPLED, 1))
     return array.shape, array.dtype.str, zlib.crc32(array.flat[list(places)].tobytes())
+
+
+def sampled_bytes(value: Any) -> tuple[int, int]:
+    """Return the size of an object's large buffer, and a checksum of some bytes, in which a change of the whole shows."""
+    if not memoryview(value).nbytes:
+        return 0, 0
+    content = torch.frombuffer(value, dtype=torch.uint8)
+    sample = content[:: max(content.numel() // _MAX_SAMPLED, 1)]
+    return content.numel(), zlib.crc32(bytes(sample.tolist()))

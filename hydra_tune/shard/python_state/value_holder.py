@@ -287,12 +287,18 @@ def _plain_parts(value: object) -> object:
     return type(value).__qualname__
 
 
-def bytes_of(value: Any) -> bytes | None:
-    """Return the bytes of an object with a buffer, as an array of the standard library; None if there is no buffer."""
+def buffer_facts(value: Any) -> tuple[int, bool] | None:
+    """Return the size in bytes of an object's buffer, and whether it is read-only; None if the object has no buffer."""
     try:
-        return memoryview(value).tobytes()
+        with memoryview(value) as view:
+            return view.nbytes, view.readonly
     except TypeError:
         return None
+
+
+def bytes_of(value: Any) -> bytes:
+    """Return the bytes of an object with a buffer, such as an array of the standard library."""
+    return memoryview(value).tobytes()
 
 
 def write_bytes(value: Any, before: bytes) -> None:

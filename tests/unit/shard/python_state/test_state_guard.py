@@ -12,6 +12,7 @@ import importlib
 import inspect
 import itertools
 import logging
+import mmap
 import multiprocessing
 import os
 import queue
@@ -392,6 +393,19 @@ def test_a_function_with_a_cache_keeps_what_others_have_computed():
     assert scale(2) is not tried[0]
 
 
+def test_a_function_with_a_limited_cache_is_not_called_by_the_look_at_the_cache():
+    seen: list[Any] = []
+
+    @functools.lru_cache(maxsize=1)
+    def scale(*sizes: int, **options: int) -> int:
+        seen.append((sizes, options))
+        return 1
+
+    scale(3)
+    guard_of(lambda module, batch: module(batch).sum() * scale(3))
+    assert seen == [((3,), {})]
+
+
 def test_a_function_with_a_cache_keeps_an_object_that_others_use():
     @functools.lru_cache
     def settings() -> types.SimpleNamespace:
@@ -687,6 +701,26 @@ def test_a_change_of_a_very_large_array_is_named(tmp_path, caplog):
         train(changed)
         guard.undo()
         assert ("is not put back, because the value is large" in caplog.text) is is_named
+
+
+def test_a_change_of_a_very_large_buffer_is_named(tmp_path, caplog):
+    path = tmp_path / "data"
+    path.write_bytes(bytes(8 << 20))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        train = lambda values: [values[0]]  # noqa: E731
+        for changed, size in ((mapped, 1), (bytearray(8 << 20), 1), (array.array("i", bytes(8 << 20)), 4)):
+            guard = PythonStateUndo({"train=": functools.partial(train, changed)})
+            changed[:] = array.array("i", [1] * (2 << 20)) if size == 4 else bytes([1]) * (8 << 20)
+            caplog.clear()
+            guard.undo()
+            assert ("is not put back, because the value is large" in caplog.text) is (changed is not mapped)
+        buffer = bytearray(8 << 20)
+        guard = PythonStateUndo({"train=": functools.partial(train, buffer)})
+        buffer.clear()
+        guard.undo()
+        assert "is not put back" in caplog.text
+        with pytest.raises(CaptureError, match="too large to be compared at each step"):
+            guard_of(reading(bytearray(8 << 20)))
 
 
 def test_functions_that_hold_the_model_are_found():
