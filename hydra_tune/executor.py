@@ -503,6 +503,7 @@ class HydraExecutor:
             raise ConfigError(f"TrainTask has no argument {unknown[0]!r} that could be changed")
         check_priority(priority)
         task = replace(job.task, **(changes or {}))
+        self._prepare_workers([task])
         if job.state in OVER:
             path = job.result().checkpoint
             if path is None:
@@ -785,6 +786,7 @@ class HydraExecutor:
         refuse_loops(tasks, "profile")
         tasks_by_name = {f"trial{number}": task for number, task in enumerate(tasks)}
         bytes_per_second = parse_bandwidth(bandwidth, what="bandwidth")
+        self._prepare_workers(tasks)
         return self._started().profile(
             tasks_by_name, bandwidth=bytes_per_second, steps=steps, max_concurrent=self.width
         )
@@ -833,6 +835,7 @@ class HydraExecutor:
         if not isinstance(profile, bool):
             check_count("profile", profile)
         num_profiled = min(size, _MOST_PROFILED) if profile is True else int(profile)
+        self._prepare_workers(tasks)
         return self._started().plan(tasks_by_name, group_size=size, probe=probe, profiled=num_profiled)
 
     def add_device(self, name: str) -> None:

@@ -14,6 +14,7 @@ of files that exist, never in favour of a file still to be written.
 """
 
 import json
+import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -35,6 +36,7 @@ _FILE = re.compile(r"trial-([0-9]+)\.safetensors")
 _VALUES = "values"
 _MOST_WAITING = 4
 _POLL_SECONDS = 0.1
+_LOGGER = logging.getLogger(__name__)
 
 
 def weights_file(folder: Path, number: int) -> Path:
@@ -191,7 +193,11 @@ class BestWeights:
         make_private_folder(self.folder)
         remove_leftovers(self.folder)
         save_tensors(weights_file(self.folder, number), item.tensors, item.metadata)
-        # Read anew, because other processes may have written or removed files meanwhile.
-        stored = kept_trials(self.folder)
-        for beaten in stored.keys() - self._choose(stored):
-            remove_file(weights_file(self.folder, beaten))
+        try:
+            # Read anew, because other processes may have written or removed files meanwhile.
+            stored = kept_trials(self.folder)
+            for beaten in stored.keys() - self._choose(stored):
+                remove_file(weights_file(self.folder, beaten))
+        except FileError as error:
+            # No failure of this trial, whose file is whole.
+            _LOGGER.warning("Weights that are no longer among the best could not be removed: %s", error)

@@ -71,7 +71,7 @@ class CheckpointFolder(LockedFolder):
             raise
 
     def write(self, saved: CheckpointContent) -> Path:
-        """Add a generation, and then remove all but the last two.
+        """Add a generation, and then remove all but the last two; a failed removal is logged.
 
         Args:
             saved: checkpoint to write; its tensors must not change meanwhile.
@@ -80,8 +80,7 @@ class CheckpointFolder(LockedFolder):
             The path of the manifest.
 
         Raises:
-            FileError: the generation cannot be written, and the earlier generations are unchanged; or the new generation
-                is complete, and an old one of the generations cannot be removed.
+            FileError: the generation cannot be written, and the earlier generations are unchanged.
         """
         numbers = generations(self.path)
         name = f"{max(numbers, default=0) + 1:08d}"
@@ -103,7 +102,11 @@ class CheckpointFolder(LockedFolder):
             with contextlib.suppress(FileError):
                 self._remove(int(name))
             raise
-        self.keep(_KEPT)
+        try:
+            self.keep(_KEPT)
+        except FileError as error:
+            # The new generation is complete.
+            _LOGGER.warning("Old checkpoints could not be removed: %s", error)
         return manifest
 
     def keep(self, count: int) -> None:

@@ -359,34 +359,38 @@ def _optimize(study: PoolStudy, request: SweepRequest, num_left: int | None, goi
 def _objective(request: SweepRequest, asked: Callable[[int], None]) -> Callable[[Trial], TrainTask]:
     spec, observer = request.spec, request.observer
 
-    def build(trial: Trial) -> TrainTask:
-        """Return the trial's task, or raise the noted error of a trial that crashed the process twice."""
+    def build(trial: Trial) -> tuple[TrainTask, Mapping[str, Any]]:
+        """Return the trial's task and parameters, or raise the noted error of a trial that crashed the process twice."""
         # A trial that crashed the process twice fails here, before its code runs again.
         if job_name(trial.number) in request.aside:
             raise request.aside[job_name(trial.number)]
-        if spec.parameters is None:
-            task = request.build(trial)
-            # Drawn by the user's function itself, and so known only after the build.
-            params: Mapping[str, Any] = trial.params
-        else:
+        # Marked for the supervisor, because building a task may crash the process, too.
+        with at_work(job_name(trial.number)):
+            if spec.parameters is None:
+                task = request.build(trial)
+                # Drawn by the user's function itself, and so known only after the build.
+                return task, trial.params
             params = {name: suggest(trial, name, domain) for name, domain in spec.parameters.items()}
-            task = request.build(**params)
-        observer.built(trial.number, params, task)
-        return task
+            return request.build(**params), params
 
-    def objective(trial: Trial) -> TrainTask:
-        """Build the trial's task for `PoolStudy.optimize`, and report the trial and an error of the build to the observer."""
+    def objective(trial: Any) -> TrainTask:
+        """Build the trial's task for `PoolStudy.optimize`, and report the trial and an error of the build to the observer.
+
+        The search gives an ended trial, too, to recover the trial's weights. The observer knows the end already.
+        """
+        if not isinstance(trial, Trial):
+            return build(trial)[0]
         asked(trial.number)
         observer.asked(trial.number)
         try:
-            # Marked for the supervisor, because building a task may crash the process, too.
-            with at_work(job_name(trial.number)):
-                return build(trial)
+            task, params = build(trial)
         # No error: the objective ends its own trial.
         except optuna.TrialPruned:
             raise
         except Exception as error:
             observer.broke(trial.number, error)
             raise
+        observer.built(trial.number, params, task)
+        return task
 
     return objective

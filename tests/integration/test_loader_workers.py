@@ -417,6 +417,43 @@ def test_the_server_ends_with_the_last_executor_that_needs_it(monkeypatch):
         assert servers() == []
 
 
+def callable_loader() -> DataLoader[Any]:
+    return DataLoader(Augmented(), 8, num_workers=1, persistent_workers=True)
+
+
+def test_a_later_task_with_workers_leaves_the_workers_of_a_callable_alive():
+    with running(devices="cpu:2") as pool:
+        stream = pool.events()
+        first = build("generator", train=callable_loader, report_every=2, epochs=2)
+        job = pool.submit(first, events=stream, max_retries=0)
+        assert isinstance(stream.get(PATIENCE_SECONDS), Reported)
+        assert pool.submit(build("generator", train=callable_loader())).result(PATIENCE_SECONDS).error is None
+        # The job that waits at its report has not drawn all batches.
+        job.proceed()
+        while isinstance(event := stream.get(PATIENCE_SECONDS), Reported):
+            job.proceed()
+        assert event.result.error is None
+
+
+@pytest.mark.parametrize("way", ["submit", "clone", "plan", "profile"])
+def test_a_server_begun_for_a_callable_ends_with_the_executor(way, tmp_path):
+    drawn_task = build("generator", train=callable_loader)
+    with running(checkpoint_dir=tmp_path) as pool:
+        if way == "submit":
+            assert pool.submit(drawn_task).result(PATIENCE_SECONDS).error is None
+        elif way == "clone":
+            earlier = pool.submit(task())
+            earlier.result(PATIENCE_SECONDS)
+            changes = {"train": callable_loader, "batch_size": None, "epochs": 3}
+            assert pool.clone(earlier, changes).result(PATIENCE_SECONDS).error is None
+        elif way == "plan":
+            pool.plan(drawn_task)
+        else:
+            pool.profile(drawn_task, steps=1)
+        assert len(servers()) == 1
+    assert servers() == []
+
+
 def test_a_server_keeps_no_pipe_of_the_program_open():
     """A program that reads until all ends of its pipe are closed would wait for ever."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as reader, running() as pool:

@@ -51,12 +51,14 @@ class GroupPlanCache:
         self._wanted: WeakKeyDictionary[PreparedPlan, tuple[MemberBatchRequest, MemberTrial]] = WeakKeyDictionary()
         self._counted: WeakKeyDictionary[PreparedPlan, dict[str, MaskedReduction]] = WeakKeyDictionary()
         self._pairs: dict[tuple[PreparedPlan, PreparedPlan], bool] = {}
-        self._known: dict[tuple[str, Hashable], list[tuple[PreparedPlan, Sequence[Tensor]]]] = {}
+        # A member's batch for each plan. `forget` keeps the batches, because another thread may be tracing a forgotten plan.
+        self._inputs: WeakKeyDictionary[PreparedPlan, Sequence[Tensor]] = WeakKeyDictionary()
+        self._known: dict[tuple[str, Hashable], list[PreparedPlan]] = {}
 
     def found(self, wanted: MemberBatchRequest) -> PreparedPlan | None:
         """Return the plan that serves a request, if there is such a plan already."""
         plans = self._known.get((wanted.mode, wanted.leaves.signature), ())
-        return next((plan for plan, _ in plans if _serves(plan, wanted)), None)
+        return next((plan for plan in plans if _serves(plan, wanted)), None)
 
     def made(self, seat: GroupSlot, member: MemberTrial) -> PreparedPlan:
         """Return the plan for a member's request; make the plan if necessary.
@@ -134,7 +136,8 @@ class GroupPlanCache:
         self._wanted[plan] = wanted, member
         self._plans.stacked(plan, 1)  # raises now if the plan cannot be stacked
         # Keep only the geometry: the batch itself may be large.
-        plans.append((plan, [torch.empty_like(tensor, device="meta") for tensor in wanted.tensors]))
+        self._inputs[plan] = [torch.empty_like(tensor, device="meta") for tensor in wanted.tensors]
+        plans.append(plan)
         del plans[:-_MAX_PLANS]
         return plan
 
@@ -223,8 +226,7 @@ class GroupPlanCache:
 
     def _batched(self, own: PreparedPlan) -> PlanBatchSpec:
         request, member = self._wanted[own]
-        inputs = next(kind for plans in self._known.values() for plan, kind in plans if plan is own)
-        return PlanBatchSpec(own.plan, state_specs(member.built()[0]), inputs, request.num_samples)
+        return PlanBatchSpec(own.plan, state_specs(member.built()[0]), self._inputs[own], request.num_samples)
 
     def served(self, own: PreparedPlan, seats: Sequence[GroupSlot]) -> list[GroupSlot]:
         """Return the members, all with the same kind of batch, that a plan serves."""
@@ -234,7 +236,7 @@ class GroupPlanCache:
         """Stack and trace all plans for a number of members; any thread may call."""
         # The group's thread may add plans meanwhile, so iterate over copies.
         for plans in list(self._known.values()):
-            for plan, _ in list(plans):
+            for plan in list(plans):
                 parts = parts_of(self._plans.stacked(plan, size).plan, size, budget_bytes)
                 for part_size in {len(slots) for slots in parts}:
                     self.trace(plan, part_size, state, place)
@@ -242,8 +244,8 @@ class GroupPlanCache:
     def stacked(self, size: int) -> Iterator[tuple[PreparedPlan, Sequence[Tensor]]]:
         """Yield every plan stacked for a number of members, with a member's batch (only the geometry counts)."""
         for plans in list(self._known.values()):
-            for plan, inputs in list(plans):
-                yield self._plans.stacked(plan, size), inputs
+            for plan in list(plans):
+                yield self._plans.stacked(plan, size), self._inputs[plan]
 
     def trace(
         self,
@@ -260,7 +262,7 @@ class GroupPlanCache:
         """
         likeness = likeness or MemberDifferences({})
         stacked_plan = self._plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows, counted=counted)
-        inputs = next((kind for plans in self._known.values() for plan, kind in plans if plan is own), ())
+        inputs = self._inputs[own]
         if counted is not None:
             # The counts of samples, a number for each member, which `StackedBatches` appends.
             inputs = [*inputs, torch.empty((), dtype=torch.int64, device="meta")]

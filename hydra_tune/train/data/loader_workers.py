@@ -1,6 +1,6 @@
 """Safe start and end of a `DataLoader`'s worker processes.
 
-`HydraExecutor` (`executor.py`) calls `prepare` when a task is submitted and `leave` when the executor shuts down, and
+`HydraExecutor` (`executor.py`) calls `prepare` when a task is submitted or planned, and `leave` at its own shutdown;
 `TrialDataFeed` (`data_feed.py`) calls `ready` before training and before workers start, and `end` after a pass or, for
 persistent workers, at the trial's end. `HydraExecutor` also asks `is_worker_starting`, because a new worker may import a
 script that makes an executor.
@@ -79,10 +79,12 @@ def ready(loader: DataLoader[Any]) -> DataLoader[Any]:
 def prepare(holder: object, *handles: object) -> None:
     """Start the server of an executor's workers before threads are busy, if a handle is a loader with workers.
 
-    `holder` is the executor; `leave` must be called in the end.
+    A callable may return such a loader later: the server then starts with the first pass, and the executor holds the server,
+    too. `holder` is the executor; `leave` must be called in the end.
     """
-    if any(isinstance(handle, DataLoader) and handle.num_workers > 0 and _is_served(handle) for handle in handles):
-        SERVERS.hold(holder)
+    begins = any(isinstance(handle, DataLoader) and handle.num_workers > 0 and _is_served(handle) for handle in handles)
+    if begins or any(map(callable, handles)):
+        SERVERS.hold(holder, begins=begins)
 
 
 def leave(holder: object) -> None:

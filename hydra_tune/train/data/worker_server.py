@@ -175,8 +175,8 @@ class ForkServerRegistry:
         self._running: list[LoaderForkServer] = []
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def hold(self, holder: object) -> None:
-        """Provide a server until `leave`.
+    def hold(self, holder: object, *, begins: bool = True) -> None:
+        """Keep servers alive until `leave`; provide a server now if `begins`.
 
         A new server starts where no holder uses the present server. A forked server knows only the classes defined in a
         notebook before the fork, so a server forked from a program without a main file is replaced, too, if the process
@@ -187,7 +187,7 @@ class ForkServerRegistry:
                 self._stop()
             self._holders.add(holder)
             latest = self._running[-1] if self._running else None
-            if latest is None or (latest.names is not None and not has_main_file() and is_quiet()):
+            if begins and (latest is None or (latest.names is not None and not has_main_file() and is_quiet())):
                 self._begin()
 
     def forget(self) -> None:

@@ -1,5 +1,6 @@
 """The folder of the best weights: what is in it is whole and among the best, whatever happens meanwhile."""
 
+import errno
 import json
 import os
 import subprocess
@@ -180,3 +181,23 @@ def test_files_of_others_and_damaged_ones_are_left_alone(tmp_path: Path):
         "trial-7.safetensors",
     ]
     assert json.loads(load_metadata(tmp_path / "trial-0.safetensors")["values"]) == [1.0]
+
+
+def test_weights_are_kept_where_only_the_beaten_file_cannot_be_removed(tmp_path: Path, monkeypatch, caplog):
+    def refused(path, **_):
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    best = BestWeights(tmp_path / "w", lowest(1))
+    offer(best, 0, 2.0)
+    best.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        offer(best, 1, 1.0)
+        best.flush()
+    assert kept_trials(tmp_path / "w") == {0: (2.0,), 1: (1.0,)}
+    assert best.failures() == []
+    (message,) = caplog.messages
+    assert f"could not be removed: cannot remove '{weights_file(tmp_path / 'w', 0)}'" in message
+    offer(best, 2, 0.0)
+    best.close()
+    assert kept_trials(tmp_path / "w").keys() == {2}

@@ -6,12 +6,24 @@ from importlib.metadata import EntryPoint
 import optuna
 import pytest
 
+from hydra_tune import HydraExecutor
+from hydra_tune.cli.display.board import SweepProgressTracker
 from hydra_tune.cli.run import tuners
 from hydra_tune.cli.sweep_file.domains import ChoiceDomain, IntDomain
-from hydra_tune.cli.sweep_file.request import TrialRecord
+from hydra_tune.cli.sweep_file.request import SweepRequest, TrialRecord
 from hydra_tune.cli.sweep_file.spec import PruningRule, SweepSpec
 from hydra_tune.errors import ConfigError
-from hydra_tune_optuna.sweep import _num_left, check_sweep, make_pruner, make_sampler, run_sweep
+from hydra_tune_optuna import optuna_internals
+from hydra_tune_optuna.sweep import (
+    _num_left,
+    _objective,
+    _record,
+    check_sweep,
+    make_pruner,
+    make_sampler,
+    run_sweep,
+)
+from tests.unit.pool.tasks import task
 
 
 def spec(**more):
@@ -133,3 +145,42 @@ def test_trials_that_go_on_are_not_asked_for_again(more, ended, num_going_on, ex
 def test_trials_that_failed_in_this_run_are_not_asked_for_again():
     earlier = tuple(TrialRecord(number=number, state="failed", value=None, params={}) for number in range(3))
     assert _num_left(spec(run_cap=5), earlier, 0, frozenset({0})) == (3, 6)
+
+
+def test_a_completed_trial_whose_weights_are_recovered_is_no_trial_of_this_run():
+    study = optuna.create_study()
+    trial = study.ask()
+    width = trial.suggest_int("width", 1, 8)
+    study.tell(trial, 1.0)
+    swept = spec(parameters={"width": IntDomain(low=1, high=8)})
+    board = SweepProgressTracker(swept, print)
+    board.opened("first", tuple(_record(trial) for trial in study.trials), 1)
+    asked, built = [], []
+
+    def build(width):
+        built.append(width)
+        return task()
+
+    with HydraExecutor(devices="cpu:1") as executor:
+        before = board.snapshot(executor.stats()).trials
+        request = SweepRequest(spec=swept, executor=executor, build=build, observer=board)
+        _objective(request, asked.append)(optuna_internals.as_running(study, study.trials[0]))
+        assert board.snapshot(executor.stats()).trials == before
+    assert (built, asked) == ([width], [])
+
+
+def test_the_error_of_a_recovery_is_no_error_of_a_completed_trial():
+    study = optuna.create_study()
+    study.tell(study.ask(), 1.0)
+    board = SweepProgressTracker(spec(), print)
+    board.opened("first", tuple(_record(trial) for trial in study.trials), 1)
+
+    def build(trial):
+        raise ValueError(f"no trial {trial.number}")
+
+    with HydraExecutor(devices="cpu:1") as executor:
+        before = board.snapshot(executor.stats()).trials
+        request = SweepRequest(spec=spec(), executor=executor, build=build, observer=board)
+        with pytest.raises(ValueError, match="no trial 0"):
+            _objective(request, lambda _: None)(optuna_internals.as_running(study, study.trials[0]))
+        assert board.snapshot(executor.stats()).trials == before

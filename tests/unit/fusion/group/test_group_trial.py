@@ -1,5 +1,6 @@
 """A member of a group ends as its plain loop would, whatever becomes of the others."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune import TrainTask
 from hydra_tune.errors import BadLossError, GroupBatchError
+from hydra_tune.fusion.compile.batched_plan import is_traced
 from tests.unit.fusion.groups import Run, assert_as_plain, double_task
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -134,6 +136,40 @@ def test_members_that_end_apart_and_report_apart_are_as_alone():
     ]
     run = Run(tasks)
     assert run.all_ended[0] is run.seats[0]
+    for index, task in enumerate(tasks):
+        assert_as_plain(run, index, task)
+
+
+class ForgettingRun(Run):
+    """Another thread makes the plans of a larger group ready, and the group forgets its plans before the first is traced."""
+
+    def make_ready(self, size):
+        kinds, plans = self.trial._kinds, self.trial._kinds._plans
+        stacked, was_asked, has_forgotten = plans.stacked, threading.Event(), threading.Event()
+
+        def slowly_stacked(*arguments, **options):
+            plans.stacked = stacked
+            was_asked.set()
+            assert has_forgotten.wait(60)
+            self.made_ready = stacked(*arguments, **options)
+            return self.made_ready
+
+        plans.stacked = slowly_stacked
+        building = threading.Thread(target=self.trial.make_ready, args=(size,))
+        building.start()
+        assert was_asked.wait(60)
+        kinds.forget()
+        has_forgotten.set()
+        building.join()
+        return True
+
+
+def test_plans_made_ready_while_the_group_forgets_its_plans_are_traced():
+    tasks = [small(seed=seed) for seed in range(3)]
+    run = ForgettingRun(tasks[:2], waits=False, most=3, later=[(2, tasks[2])])
+    assert run.sizes[-1] == 3
+    assert run.made_ready.plan.computing.untraceable == set()
+    assert is_traced(run.made_ready.plan)
     for index, task in enumerate(tasks):
         assert_as_plain(run, index, task)
 
