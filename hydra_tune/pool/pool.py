@@ -508,7 +508,7 @@ class Pool:
         self._core.release_all()
 
     def hold(self, job: Job, *, paused: bool) -> None:
-        """Pause or unpause a job, as `pause` does; under the lock, for callers that decide under the lock."""
+        """Pause or unpause a job, as `pause` does; for callers with the lock, which hold interrupts back on the main thread."""
         if job.state not in OVER:
             # Held even while the job's run has just failed: a retry reads the pause when the job is submitted again.
             job.hold(paused=paused)
