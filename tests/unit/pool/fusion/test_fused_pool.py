@@ -555,13 +555,20 @@ def test_a_trial_for_which_there_is_no_place_has_one_made(sizes):
         assert_as_plain(result, described)
 
 
-def test_a_group_that_cannot_grow_gives_host_memory_back(sizes, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (UnfusableError, "no plan of a larger group fits a device"),
+        (RuntimeError, "no plan of a larger group can be made"),
+    ],
+)
+def test_a_group_that_cannot_grow_gives_host_memory_back(sizes, monkeypatch, caplog, error, why):
     caplog.set_level(logging.INFO, "hydra_tune.pool.fusion.live_group")
     granted = []
 
     def refuse(trial, size):
         granted.append(granted_bytes(pool._pool._core.records.values()))
-        raise UnfusableError(f"none of {size}")
+        raise error(f"none of {size}")
 
     monkeypatch.setattr(GroupTrial, "make_ready", refuse)
     tasks = [task(seed, epochs=4) for seed in range(2)] + [task(2)]
@@ -573,7 +580,7 @@ def test_a_group_that_cannot_grow_gives_host_memory_back(sizes, monkeypatch, cap
             assert isinstance(events.get(PATIENCE_SECONDS), Reported)
         before = granted_bytes(pool._pool._core.records.values())
         jobs.append(pool.submit(tasks[2], None, events))
-        until(lambda: "takes no more members: no plan of a larger group fits a device: none of" in caplog.text)
+        until(lambda: f"takes no more members: {why}: none of" in caplog.text)
         assert granted[0] > before
         assert granted_bytes(pool._pool._core.records.values()) <= before
         for job in jobs[:2]:
