@@ -4,9 +4,10 @@ Python raises `KeyboardInterrupt` between any two bytecodes of the main thread. 
 and noting the trial leaves a trial that seems to run forever; an interrupt inside the scheduler leaves half a decision.
 `OptimizeDriver` (`integrations/hydra_tune_optuna/search/driver.py`) holds interrupts back for a whole search, and opens
 windows between events and around the objective and callbacks. `integrations/hydra_tune_optuna/optuna_internals.py` holds
-interrupts back in each public method of a trial. `Pool` (`pool/pool.py`) holds interrupts back in each call that decides, and
-`HydraExecutor.run` (`executor.py`) while each task is submitted. `pool/checkpointing/suspend.py` opens windows while jobs are
-saved, and `integrations/hydra_tune_optuna/search/checkpoint_gc.py` around the objective.
+interrupts back in each public method of a trial. `Pool` (`pool/pool.py`) holds interrupts back in each call that decides,
+`FusedPool` (`pool/fusion/fused_pool.py`) in `pause`, and `HydraExecutor.run` (`executor.py`) while each task is submitted.
+`pool/checkpointing/suspend.py` opens windows while jobs are saved, and `integrations/hydra_tune_optuna/search/checkpoint_gc.py`
+around the objective.
 
 SIGTERM ends a Python program on the spot by default; inside `ends_in_order`, which a `with` block of `HydraExecutor` enters,
 SIGTERM raises `Terminated`, and `hold_interrupts` delays SIGTERM like Ctrl-C. `hydra-tune sweep` raises `Terminated` by a

@@ -1,8 +1,8 @@
 """Predicts the next use of a block from its past uses, or from the prefetcher, which knows the next use.
 
 `HostTier` (`memory/host/host_tier.py`) notes each use, and the uses that the prefetcher announces, under the tier's lock; the
-tier and its rules (`memory/host/host_eviction.py`) ask for the distance when a host copy has to make room or a block on disk
-may be read ahead. The module knows neither trials nor steps, only blocks and their uses.
+tier and its rules (`memory/host/host_eviction.py`) ask for the distance, mostly without the lock, when a host copy has to make
+room or a block on disk may be read ahead. The module knows neither trials nor steps, only blocks and their uses.
 
 Note: periodicity. A training step repeats. Optimizer state is used once per step; parameters are used two or three
 times, at distances repeated in the next step. The distances between a block's last uses therefore predict the next
@@ -14,7 +14,6 @@ next use is expected at 16 + 3 = 19.
 """
 
 import itertools
-from collections import deque
 from collections.abc import Sequence
 
 AHEAD = 4  # in units: a backward and an update are two units, so the window covers two shards
@@ -33,12 +32,13 @@ class BlockUseHistory:
     __slots__ = ("_expected", "_times")
 
     def __init__(self, now: int) -> None:
-        self._times = deque([now], maxlen=_KEPT)
+        # A new tuple for each use: threads read the times while another thread notes a use.
+        self._times: tuple[int, ...] = (now,)
         self._expected: int | None = None  # announced time of the next use; until the use, or until long overdue
 
     def add(self, now: int) -> None:
         """Note a use at time `now`."""
-        self._times.append(now)
+        self._times = (*self._times, now)[-_KEPT:]
         self._expected = None
 
     def expect(self, time: int) -> None:

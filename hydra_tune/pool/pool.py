@@ -327,8 +327,7 @@ class Pool:
             if name in self.device_names or name in core.leaving or is_ending:
                 raise ConfigError(f"{name!r} is in the pool already; its devices are {', '.join(self.device_names)}")
             # A lost device may work again, once opened anew. A removed device is still open, with its pager and worker.
-            if name in self._lost_devices:
-                self._lost_devices.discard(name)
+            if name in self._lost_devices and name in self._devices:
                 self._devices.pop(name).close()
             if name not in self._devices:
                 device = opened()
@@ -340,6 +339,8 @@ class Pool:
                 self._devices[name] = device
                 self._pagers[name] = self._pager(device)
                 self._workers[name] = self._worker(device)
+            # Only now: if the device could not be opened, a later call has to know of the loss.
+            self._lost_devices.discard(name)
             core.add_device(name)
             self._start_worker(name)
             self._tell_of(name, "added")
@@ -508,7 +509,7 @@ class Pool:
         self._core.release_all()
 
     def hold(self, job: Job, *, paused: bool) -> None:
-        """Pause or unpause a job, as `pause` does; under the lock, for callers that decide under the lock."""
+        """Pause or unpause a job, as `pause` does; for callers with the lock, which hold interrupts back on the main thread."""
         if job.state not in OVER:
             # Held even while the job's run has just failed: a retry reads the pause when the job is submitted again.
             job.hold(paused=paused)

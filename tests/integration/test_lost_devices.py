@@ -5,13 +5,16 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from hydra_tune import Finished, Reported
 from hydra_tune.errors import ConfigError, DeviceLostError, HydraTuneError, LoaderWorkerError
 from hydra_tune.observe.event_log.reader import read_log
+from hydra_tune.pool.devices import device_failure
 from hydra_tune.pool.job import OVER
 from hydra_tune.pool.runtime.dispatcher import JobDispatcher
 from tests.integration.test_elastic import TIGHT, long, wait_for_units
@@ -201,6 +204,29 @@ def test_a_device_that_works_again_may_be_added_again(devices):
         wait_for_units(pool, "cpu:1", units + 5, jobs)
         for job in jobs:
             assert against_plain(job.task, job.result(PATIENCE_SECONDS)) == []
+
+
+def test_a_lost_device_whose_worker_hangs_is_added_although_it_could_not_be_opened_at_first(devices, monkeypatch):
+    hangs, go_on, give_up = threading.Event(), threading.Event(), device_failure.give_up
+
+    def held(pager):
+        hangs.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        give_up(pager)
+
+    monkeypatch.setattr(device_failure, "give_up", held)
+    with running(devices="cpu:2", max_concurrent=2, instrument=losing(devices, 0)) as pool:
+        jobs = [pool.submit(long(seed)) for seed in range(2)]
+        assert hangs.wait(PATIENCE_SECONDS)
+        until(lambda: pool.device_names == ("cpu:0",))
+        with monkeypatch.context() as patched:
+            patched.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+            with pytest.raises(ConfigError, match="need more memory than is free"):
+                pool.add_device("cpu:1")
+        pool.add_device("cpu:1")
+        assert pool.device_names == ("cpu:0", "cpu:1")
+        go_on.set()
+        assert [job.result(PATIENCE_SECONDS).status for job in jobs] == ["completed", "completed"]
 
 
 def test_a_device_that_fails_while_it_is_taken_away_is_lost(devices, held):

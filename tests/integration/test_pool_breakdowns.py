@@ -8,12 +8,14 @@ from contextlib import contextmanager
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from hydra_tune import Reported
+from hydra_tune import HydraExecutor, Reported
 from hydra_tune.checkpoint.folder import CheckpointFolder
+from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import CheckpointError, DeviceLostError
 from hydra_tune.pool.checkpointing.writer import PoolCheckpointWriter
 from hydra_tune.pool.devices.host_admission import has_room
-from tests.support.losable import LosableDevice, losable
+from hydra_tune.schedule.policies.lrtf import ShardedLRTF
+from tests.support.losable import OPENED, LosableDevice, losable
 from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, X, Y, against_plain, one_batch, running, short, task, until
 
 pytestmark = pytest.mark.timeout(280)
@@ -222,4 +224,34 @@ def test_a_thread_back_from_a_loader_to_a_lost_device_fails_no_other_trial(devic
             other.proceed()
         for job in (slow, other):
             assert against_plain(job.task, job.result(PATIENCE_SECONDS)) == []
+        assert pool.submit(short()).result(PATIENCE_SECONDS).status == "completed"
+
+
+class Unready(ShardedLRTF):
+    """A policy that cannot be used at first."""
+
+    is_ready = False
+
+    def start(self):
+        if not self.is_ready:
+            raise RuntimeError("not ready")
+        return super().start()
+
+
+def test_a_pool_that_cannot_start_leaves_no_device_open_and_no_folder_locked(monkeypatch, tmp_path):
+    closed = []
+
+    class Device(CpuDevice):
+        def close(self):
+            closed.append(self.name)
+            super().close()
+
+    monkeypatch.setattr(OPENED, Device)
+    pool = HydraExecutor(devices="cpu:2", policy=Unready(), spill_dir=tmp_path)
+    with pytest.raises(RuntimeError, match="not ready"):
+        pool.submit(short())
+    assert sorted(closed) == ["cpu:0", "cpu:1"]
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(Unready, "is_ready", True)
+    with pool:
         assert pool.submit(short()).result(PATIENCE_SECONDS).status == "completed"

@@ -14,6 +14,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import psutil
@@ -187,10 +188,14 @@ def _open_cuda(wanted: str | None, budget: int | None, link_bandwidth: str | int
         free, total = gpu_memory(index)
         each, fraction = gpu_share(index, count, budget, free, total, torch.cuda.memory_allocated(index))
         shares[index] = each, fraction / count
-    return [
-        CudaDevice(index, shares[index][0], part, capped(index, shares[index][1]), gives_back=budget is None)
-        for index, part in gpu_parts(indices)
-    ]
+    devices: list[Device] = []
+    with ExitStack() as opened:  # closed again if a later device cannot be opened
+        for index, part in gpu_parts(indices):
+            closed = opened.callback(capped(index, shares[index][1]))
+            devices.append(CudaDevice(index, shares[index][0], part, closed, gives_back=budget is None))
+            opened.callback(devices[-1].close)
+        opened.pop_all()
+    return devices
 
 
 def let_segments_grow() -> bool:

@@ -25,6 +25,7 @@ from typing import Any
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError
 from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChooser
+from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.pool.checkpointing.writer import StartCheckpointSource, TrialCheckpointer
 from hydra_tune.pool.fusion.fused_job import FusedJob
 from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher
@@ -152,6 +153,8 @@ class FusedPool:
         elif carrier is None:
             self._table.timer.do(partial(self._carriers.ends.go_on, entry))
 
+    # Where the job runs alone, the scheduler decides within the call, and Ctrl-C would leave half a decision.
+    @hold_interrupts()
     def pause(self, job: Job, *, paused: bool) -> None:
         """Pause or unpause a job; a paused member leaves the group until unpaused."""
         self._carriers.pause(job, paused=paused)

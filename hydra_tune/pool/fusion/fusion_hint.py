@@ -22,7 +22,7 @@ _MOST_STEP_SECONDS = 2e-3  # in shorter steps, overhead around the operators dom
 _LEAST_STEPS = 20  # of a trial, before its step time is reliable
 _LEAST_TRIALS = 4
 _LEAST_SECONDS = (
-    4.0  # of all trials' steps: of much less work, "auto" times no groups (`fusion/matching/group_size_policy.py`)
+    4.0  # of alike trials' steps: of much less work, "auto" times no groups (`fusion/matching/group_size_policy.py`)
 )
 
 
@@ -39,8 +39,8 @@ class FusionAdvisor:
         self._alike: Counter[Hashable] = Counter()
         self._seen: WeakSet[Trial] = WeakSet()  # weak: a hint must not keep models alive
 
-    def look(self, trial: Trial, num_trials: int) -> None:
-        """Look at a trial after a unit, on the worker's thread, in a pool of `num_trials` live and waiting trials."""
+    def look(self, trial: Trial) -> None:
+        """Look at a trial after a unit, on the worker's thread."""
         if isinstance(trial.task, LoopTask):  # never fused
             return
         steps, seconds = trial.progress.steps, trial.unit_times.total
@@ -56,13 +56,12 @@ class FusionAdvisor:
             self._seen.add(trial)
             self._alike[kind] += 1
             num_alike = self._alike[kind]
-            count = max(num_trials, num_alike)
-            self.is_over = num_alike >= _LEAST_TRIALS and count * trial_seconds >= _LEAST_SECONDS
+            self.is_over = num_alike >= _LEAST_TRIALS and num_alike * trial_seconds >= _LEAST_SECONDS
             if not self.is_over:
                 return
         _LOGGER.warning(
             "%d trials of one architecture with steps of %.1f ms: fusion='auto' may train them several times faster, with "
             "results that are equal up to rounding",
-            count,
+            num_alike,
             seconds * 1e3,
         )

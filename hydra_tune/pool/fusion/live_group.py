@@ -256,8 +256,11 @@ class LiveGroup:
             return
         try:
             self.trial.make_ready(size)
-        except (BudgetError, UnfusableError) as error:
+        except Exception as error:
             self._pool.give_host(self.carrier, further_bytes)
+            if not isinstance(error, BudgetError | UnfusableError):
+                self.stays(present_size, f"no plan of a larger group can be made: {error}")
+                raise  # to the log of the `building` thread
             self.stays(present_size, f"no plan of a larger group fits a device: {error}")
             return
         self._granted_size = max(size, self._granted_size)

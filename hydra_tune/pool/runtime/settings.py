@@ -10,7 +10,7 @@ settings themselves have no lock.
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -192,47 +192,47 @@ class ExecutorSettings:
                 the compiler of `fusion_compile` acts on no device.
         """
         opening = open_planned_devices if self.plans_only else open_devices
-        devices = opening(self.devices, self.device_memory, self.link_bandwidth)
-        if not self.plans_only:  # CPU devices may stand in for GPUs then
-            try:
+        with ExitStack() as opened:  # closed again if a later step fails
+            devices = opening(self.devices, self.device_memory, self.link_bandwidth)
+            for device in devices:
+                opened.callback(device.close)
+            if not self.plans_only:  # CPU devices may stand in for GPUs then
                 check_compiler_acts(self.fusion_compile, devices)
-            except ConfigError:
-                for device in devices:
-                    device.close()
-                raise
-        width = self.max_concurrent or 2 * len(devices)
-        host_bytes = self._host_bytes or self._free_host_bytes(devices)
-        library = PlanLibrary(
-            budget_of(
-                devices,
-                trials=width,
-                host_bytes=host_bytes,
-                buffer_fraction=self.buffer_fraction,
-                num_shards=self.num_shards,
-                optimizer_placement=self.optimizer_placement,
-                stand_for_gpus=self.devices.startswith("cuda"),
+            width = self.max_concurrent or 2 * len(devices)
+            host_bytes = self._host_bytes or self._free_host_bytes(devices)
+            library = PlanLibrary(
+                budget_of(
+                    devices,
+                    trials=width,
+                    host_bytes=host_bytes,
+                    buffer_fraction=self.buffer_fraction,
+                    num_shards=self.num_shards,
+                    optimizer_placement=self.optimizer_placement,
+                    stand_for_gpus=self.devices.startswith("cuda"),
+                )
             )
-        )
-        host = None
-        if self._spill_path is not None:
-            # Checked again: the folder may have changed since the executor was made.
-            host = HostTier(host_bytes, SpillDisk(SpillFolder(check_spill_dir(self._spill_path))), devices[0])
-        pool = Pool(
-            devices,
-            library,
-            self._chosen,
-            max_concurrent=width,
-            host_bytes=host_bytes,
-            instrument=self.instrument,
-            admission=self.admission,
-            recorder=PoolRecorder(devices, self._policy_name, width, self.admission) if self.record else None,
-            host=host,
-            # Prefetched blocks need the reserved buffer.
-            sends_ahead=self.buffer_fraction != 0,
-            log=None if self._log_path is None else self._log_to(self._log_path, devices, width),
-            checkpoints=PoolCheckpointWriter(*self.saving, host),
-            loader_times=self._loader_times,
-        )
+            host = None
+            if self._spill_path is not None:
+                # Checked again: the folder may have changed since the executor was made.
+                host = HostTier(host_bytes, SpillDisk(SpillFolder(check_spill_dir(self._spill_path))), devices[0])
+                opened.callback(host.close)
+            pool = Pool(
+                devices,
+                library,
+                self._chosen,
+                max_concurrent=width,
+                host_bytes=host_bytes,
+                instrument=self.instrument,
+                admission=self.admission,
+                recorder=PoolRecorder(devices, self._policy_name, width, self.admission) if self.record else None,
+                host=host,
+                # Prefetched blocks need the reserved buffer.
+                sends_ahead=self.buffer_fraction != 0,
+                log=None if self._log_path is None else self._log_to(self._log_path, devices, width),
+                checkpoints=PoolCheckpointWriter(*self.saving, host),
+                loader_times=self._loader_times,
+            )
+            opened.pop_all()
         return pool, self._groups_of(pool, library), width
 
     def _groups_of(self, pool: Pool, library: PlanLibrary) -> FusedPool | None:

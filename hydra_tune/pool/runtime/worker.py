@@ -306,7 +306,7 @@ class Worker:
         core, job, trial = self._core, record.job, record.trial
         assert trial is not None
         if core.hint is not None and not core.hint.is_over:
-            core.hint.look(trial, len(core.records))
+            core.hint.look(trial)
         report = following.step if isinstance(following.step, PendingReport) else None
         units = following.units
         # In one hold of the lock: the driver may answer a report at once, and `Pool.proceed` ignores a job that does not

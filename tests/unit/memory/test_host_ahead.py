@@ -1,6 +1,8 @@
 """Where host copies may go to disk and copies are made in the background: what each has of the other's bytes and room."""
 
+import itertools
 import random
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -289,6 +291,29 @@ def test_who_says_when_a_block_is_needed_is_believed_for_a_while():
     uses.expect(50)
     uses.add(40)
     assert uses.distance(41) == 9, "it has come true, or was not meant"
+
+
+def test_a_distance_is_asked_for_while_another_thread_notes_uses():
+    uses, asked = BlockUseHistory(0), threading.Event()
+
+    def use():
+        for now in itertools.count(1):
+            uses.add(now)
+            if asked.is_set():
+                return
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads change places within a question
+    using = threading.Thread(target=use)
+    using.start()
+    try:
+        for _ in range(2000):
+            uses.distance(0)
+            uses.is_soon(0)
+    finally:
+        asked.set()
+        using.join()
+        sys.setswitchinterval(before)
 
 
 class SlowDevice(CpuDevice):

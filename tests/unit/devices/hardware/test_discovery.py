@@ -121,6 +121,14 @@ def test_a_small_budget_leaves_room_for_libraries_and_for_what_the_process_has_t
     assert 1.0 > fraction > budget / (4096 * mib)
 
 
+def one_gpu(monkeypatch, context):
+    """Have torch see a single GPU, of which `context` is called with the index to make the CUDA context."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", context)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _index: 0)
+    monkeypatch.setattr(discovery, "let_segments_grow", lambda: True)
+
+
 def test_a_budget_is_of_what_a_context_leaves_free(monkeypatch):
     """Of a GPU of 16 GiB; also, each of two devices takes its part of what the allocator may have."""
     gib = 1 << 30
@@ -129,18 +137,40 @@ def test_a_budget_is_of_what_a_context_leaves_free(monkeypatch):
     def context(_index):
         free[0] = 7 * gib
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "synchronize", context)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _index: 0)
-    monkeypatch.setattr(discovery, "let_segments_grow", lambda: True)
+    def opening(*given, **options):
+        opened.append((*given, options))
+        return SimpleNamespace(close=lambda: None)
+
+    one_gpu(monkeypatch, context)
     monkeypatch.setattr(discovery, "gpu_memory", lambda _index: (free[0], 16 * gib))
     monkeypatch.setattr(discovery, "capped", lambda index, fraction: (index, fraction))
-    monkeypatch.setattr(discovery, "CudaDevice", lambda *given, **options: opened.append((*given, options)))
+    monkeypatch.setattr(discovery, "CudaDevice", opening)
     open_devices("cuda:0,0")
     budget, fraction = gpu_share(0, 2, None, free=7 * gib, total=16 * gib)
     assert opened == [(0, budget, part, (0, fraction / 2), {"gives_back": True}) for part in range(2)]
     open_devices("cuda:0", "1GiB")
     assert opened[-1][-1] == {"gives_back": False}, "the user has chosen it"
+
+
+def test_a_gpu_that_cannot_be_opened_gives_back_its_share_and_closes_those_opened_before(monkeypatch):
+    opened, fractions = [], [0.9]
+
+    def opening(index, _budget, _part, closed, **_):
+        if opened:
+            raise RuntimeError("CUDA out of memory")
+        opened.append(SimpleNamespace(close=closed))
+        return opened[0]
+
+    one_gpu(monkeypatch, lambda _index: None)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _index: fractions[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, _index: fractions.append(part))
+    monkeypatch.setattr(discovery, "gpu_memory", lambda _index: (8 << 30, 16 << 30))
+    monkeypatch.setattr(discovery, "CudaDevice", opening)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        open_devices("cuda:0,0")
+    assert len(opened) == 1
+    assert len(fractions) == 5, "raised twice, and lowered twice"
+    assert fractions[-1] == 0.9
 
 
 @pytest.mark.parametrize(("told", "free"), [(40 << 30, 30 << 30), (80 << 30, 5 << 30)])

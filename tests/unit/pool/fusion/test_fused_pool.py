@@ -2,6 +2,7 @@
 
 import logging
 import re
+import signal
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher
 from hydra_tune.pool.job import OVER, Failed, Finished, Reported
 from hydra_tune.pool.runtime.job_state import granted_bytes
 from hydra_tune.pool.runtime.option_checks import check_compiler_acts
+from hydra_tune.schedule import Scheduler
 from hydra_tune.shard.partition import trial_step
 from tests.support.together import together
 from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, against_plain, running, until
@@ -553,13 +555,20 @@ def test_a_trial_for_which_there_is_no_place_has_one_made(sizes):
         assert_as_plain(result, described)
 
 
-def test_a_group_that_cannot_grow_gives_host_memory_back(sizes, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (UnfusableError, "no plan of a larger group fits a device"),
+        (RuntimeError, "no plan of a larger group can be made"),
+    ],
+)
+def test_a_group_that_cannot_grow_gives_host_memory_back(sizes, monkeypatch, caplog, error, why):
     caplog.set_level(logging.INFO, "hydra_tune.pool.fusion.live_group")
     granted = []
 
     def refuse(trial, size):
         granted.append(granted_bytes(pool._pool._core.records.values()))
-        raise UnfusableError(f"none of {size}")
+        raise error(f"none of {size}")
 
     monkeypatch.setattr(GroupTrial, "make_ready", refuse)
     tasks = [task(seed, epochs=4) for seed in range(2)] + [task(2)]
@@ -571,7 +580,7 @@ def test_a_group_that_cannot_grow_gives_host_memory_back(sizes, monkeypatch, cap
             assert isinstance(events.get(PATIENCE_SECONDS), Reported)
         before = granted_bytes(pool._pool._core.records.values())
         jobs.append(pool.submit(tasks[2], None, events))
-        until(lambda: "takes no more members: no plan of a larger group fits a device: none of" in caplog.text)
+        until(lambda: f"takes no more members: {why}: none of" in caplog.text)
         assert granted[0] > before
         assert granted_bytes(pool._pool._core.records.values()) <= before
         for job in jobs[:2]:
@@ -637,6 +646,30 @@ def test_a_member_that_is_paused_leaves_its_place_and_goes_on_later(sizes, other
                 jobs[1].unpause()
         for job, described in zip(jobs, tasks, strict=True):
             assert_as_plain(job.result(PATIENCE_SECONDS), described)
+
+
+def test_ctrl_c_inside_the_decision_of_a_pause_breaks_nothing(monkeypatch):
+    handle = Scheduler.handle
+
+    def pressing(self, *events):
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGINT)
+        return handle(self, *events)
+
+    with running(fusion="on") as pool:
+        events = pool.events()
+        job = pool.submit(task(), None, events)
+        assert isinstance(events.get(PATIENCE_SECONDS), Reported)
+        for call in (job.pause, job.unpause):
+            with monkeypatch.context() as patched:
+                patched.setattr(Scheduler, "handle", pressing)
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+        job.proceed()
+        while not isinstance(event := events.get(PATIENCE_SECONDS), Finished):
+            assert isinstance(event, Reported)
+            event.job.proceed()
+        assert_as_plain(job.result(PATIENCE_SECONDS), task())
 
 
 def test_an_unpause_while_a_new_carrier_is_submitted_is_the_last_word(monkeypatch):
