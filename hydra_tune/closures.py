@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
-_SIMPLE = (int, float, complex, str, bytes, type(None))
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 _NOTHING = object()
 _MOST_LETTERS = 40
 
@@ -112,7 +112,7 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name in _read_globals(function.__code__):
         # A name that is no global is a builtin.
         value = function.__globals__.get(name, _NOTHING)
-        if isinstance(value, _SIMPLE):
+        if issubclass(type(value), _SIMPLE):
             yield name, value
 
 
@@ -125,16 +125,14 @@ def _content(cell: CellType) -> Any:
 
 def _note(value: Any) -> tuple[object, str]:
     """Return a comparison key for a value, and the value in words."""
-    if isinstance(value, _SIMPLE):
-        # By repr, so that NaN equals itself, and 1 differs from True.
-        return (type(value), repr(value)), _short(value)
+    # `isinstance` may run the `__class__` of a user's object, and `repr` the `__repr__` of a user's class.
+    kind: Any = next((kind for kind in _SIMPLE if issubclass(type(value), kind)), None)
+    if kind is not None:
+        # As text, so that NaN equals itself, and 1 differs from True.
+        text = kind.__repr__(value)
+        return (type(value), text), text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
     # By identity, because comparing arbitrary objects may run the user's code or compare whole tensors.
     return id(value), f"an object of {type(value).__name__}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
 
 @functools.lru_cache(maxsize=1024)

@@ -61,7 +61,7 @@ class TrialsFailed(HydraTuneError):  # noqa: N818 - it tells of trials, several 
             causes.setdefault("no error is known" if error is None else first_line(error), []).append(number)
         lines = [f"{_numbered(numbers)}: {cause}" for cause, numbers in causes.items()]
         num_hidden = len(lines) - _NUM_CAUSES
-        more = [f"and {num_hidden} other causes"] if num_hidden > 0 else []
+        more = [f"and {num_hidden} other cause{'s' * (num_hidden > 1)}"] if num_hidden > 0 else []
         super().__init__(
             f"{len(failed)} of {len(self.results)} trials failed ({'; '.join([*lines[:_NUM_CAUSES], *more])}). The log has the "
             "traceback of each, and this error's .results has every trial's result, completed ones included; with "

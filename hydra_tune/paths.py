@@ -50,5 +50,6 @@ def check_reachable(path: Path, what: str) -> None:
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
             path.stat()
-    except OSError as error:
-        raise ConfigError(f"{what} {str(path)!r} cannot be reached: {error.strerror}; give another path") from error
+    except (OSError, ValueError) as error:  # a ValueError for a null byte
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{what} {str(path)!r} cannot be reached: {why}; give another path") from error

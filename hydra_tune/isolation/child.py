@@ -156,7 +156,7 @@ class IsolatedPoolServer:
             kept_options = ("priority", "staggered", "labels", "saved_as", "max_retries")
             options = {option: options[option] for option in kept_options} | {"resume_from": left}
         if (mark := marked_as(name)) in self._aside:
-            self._fail(key, self._aside[mark])
+            self._over(key, name, Result(status="failed", error=self._aside[mark]))
             return
         try:
             events = self._stream if waits else self._unanswered
@@ -164,13 +164,16 @@ class IsolatedPoolServer:
                 described_task = unpickled(task, self._known)
             job = executor.submit(described_task, name, events, **options)
         except Exception as error:  # noqa: BLE001 - the user's own classes are read here
-            self._fail(key, error)
+            self._over(key, name, Result(status="failed", error=error))
             return
         self._jobs[key], self._keys[id(job)] = job, key
         self._connection.send(("placed", key, self._folder_of(job)))
 
-    def _fail(self, key: str, error: BaseException) -> None:
-        self._connection.send(("over", key, packed_result(Result(status="failed", error=error), self._known)))
+    def _over(self, key: str, name: str, result: Result) -> None:
+        # Pickling may run code of the module's or the error's own, and crash in it.
+        with at_work(name):
+            packed = packed_result(result, self._known)
+        self._connection.send(("over", key, packed))
 
     def _tell(self, event: Any) -> None:
         key = self._keys[id(event.job)]
@@ -178,7 +181,4 @@ class IsolatedPoolServer:
             self._connection.send(("reported", key, event.step, event.metrics, event.job.progress.history))
             return
         del self._jobs[key], self._keys[id(event.job)]
-        # Pickling may run the module's own code, and crash in it.
-        with at_work(event.job.name):
-            packed = packed_result(event.result, self._known)
-        self._connection.send(("over", key, packed))
+        self._over(key, event.job.name, event.result)

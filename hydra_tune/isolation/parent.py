@@ -385,8 +385,7 @@ class IsolatedPoolClient:
             self._error = self._error or HydraTuneError(
                 "the executor is shut down"
                 if self._is_closing
-                else "the pool's process crashed twice in a row while no trial's code was running, and is not restarted; its "
-                "output and the log say more"
+                else "the pool's process has ended and is not restarted; its output and the log say more"
             )
             live_entries = list(self._entries.values())
         for entry in live_entries:

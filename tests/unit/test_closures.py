@@ -37,6 +37,30 @@ def test_a_variable_of_the_module_is_seen_to_change(monkeypatch):
     assert changes(noted) == [("model", "WIDTH", "16", "32")]
 
 
+class Unprintable(int):
+    """A number whose own code may not be run."""
+
+    def __repr__(self):
+        pytest.fail("a user's code is run")
+
+
+class Posing:
+    @property
+    def __class__(self):
+        pytest.fail("a user's code is run")
+
+
+UNPRINTABLE = Unprintable(1)
+
+
+def test_a_number_of_a_users_class_is_noted_without_the_users_code(monkeypatch):
+    width, posing = Unprintable(8), Posing()
+    noted = ClosureSnapshot({"model": lambda: net(width + UNPRINTABLE), "loss": lambda: posing})
+    assert changes(noted) == []
+    monkeypatch.setitem(globals(), "UNPRINTABLE", Unprintable(2))
+    assert changes(noted) == [("model", "UNPRINTABLE", "1", "2")]
+
+
 def test_an_attribute_is_no_variable_of_the_module(monkeypatch):
     noted = ClosureSnapshot({"step": lambda module, batch: module.WIDTH})
     monkeypatch.setitem(globals(), "WIDTH", 32)

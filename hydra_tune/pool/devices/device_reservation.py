@@ -73,7 +73,9 @@ class DeviceUseLock:
             # Only ever set here: after a timeout, another borrower may still hold the turn.
             self._is_borrowed |= is_free
         if not is_free:
-            raise HydraTuneError(f"device {name} has been busy with one unit for {_PATIENCE_SECONDS:g} s")
+            raise HydraTuneError(
+                f"device {name} has been busy for {_PATIENCE_SECONDS:g} s with units or a borrower that do not end"
+            )
         try:
             yield
         finally:

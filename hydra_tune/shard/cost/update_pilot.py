@@ -89,7 +89,8 @@ def optimizer_pilot(
 ) -> UpdatePilot:
     """Return a function that measures this optimizer's update of some of its parameters; the function holds no parameters.
 
-    The optimizer is only read. `uses_foreach`: whether torch's default for the device is to step all parameters of a
+    The optimizer is only read. Callers of both functions are inside the capture gate, because optimizers ask
+    `torch.compiler.is_compiling()`. `uses_foreach`: whether torch's default for the device is to step all parameters of a
     group at once; see the note.
     """
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}

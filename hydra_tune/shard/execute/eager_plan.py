@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hydra_tune.errors import BudgetError, CaptureError, MetricError, TaskError
 from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.precision import eager_autocast
 from hydra_tune.shard.capture.step_capture import StateSpec, state_specs
 from hydra_tune.shard.capture.step_module import step_module
@@ -225,10 +226,12 @@ def _update_of(
         if not is_torchs:
             return guess
         try:
-            pilot = optimizer_pilot(
-                optimizer, parameters, specs, alignment=budget.alignment, uses_foreach=budget.uses_foreach
-            )
-            return pilot(names)
+            # Optimizers ask `torch.compiler.is_compiling()`, which a capture in another thread would change.
+            with GATE.shared():
+                pilot = optimizer_pilot(
+                    optimizer, parameters, specs, alignment=budget.alignment, uses_foreach=budget.uses_foreach
+                )
+                return pilot(names)
         except Exception:  # noqa: BLE001 - the step itself will raise the error
             return guess
 

@@ -474,12 +474,14 @@ class PlanLibrary:
         """Find the allowed cuts of a captured step, and make a pilot for the needs of its parts."""
         specs = state_specs(request.model)
         analysis = analyse(captured, specs, tensors)
+        with GATE.shared():  # the pilot steps stand-ins; see `_check_optimizer`
+            update = self._update_pilot(request, specs)
         pilot = ShardPilot(
             captured,
             analysis,
             specs,
             tensors,
-            update=self._update_pilot(request, specs),
+            update=None if update is None else GATE.shared()(update),
             alignment=self.budget.alignment,
             groups={} if request.like is None else request.like.groups(specs),
             rules=GradientRules.of(request.task),

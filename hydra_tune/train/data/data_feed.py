@@ -21,8 +21,8 @@ import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe, RandomSampler, Sampler
@@ -35,8 +35,10 @@ from hydra_tune.train.data.index_gather import GatherPass, UngatheredBatches, so
 from hydra_tune.train.data.loader_clock import DrawClock
 from hydra_tune.train.data.loader_copies import TrialLoaderCopies
 
+_Drawn = TypeVar("_Drawn")
 # Iterators that run no code of the user's, so that a draw needs neither the trial's streams nor the clock.
 _WITHOUT_USER_CODE: tuple[type, ...] = (type(iter([])), type(iter(())))
+_END = object()  # in the place of a batch: the pass is over
 # Indices that a `RandomSampler` with replacement draws at once.
 _DRAWN_AT_ONCE = 32
 
@@ -118,9 +120,8 @@ class TrialDataFeed:
                 skip.
         """
         self.may_skip = True
-        with self._drawing(handle, in_process=True):
-            batches = self._own.batches(handle, self._batch_size, shuffle=shuffle)
-            gather_pass = self._begun(batches, skip)
+        drawn = partial(self._drawn, handle)
+        batches, gather_pass = drawn(lambda: self._begun(handle, skip, shuffle=shuffle))
         if gather_pass is not None:
             assert isinstance(batches, DataLoader), "only a loader is known"
             yield from self._gathered(gather_pass, skip, self._watch() if _draws_in_parts(batches) else None)
@@ -128,17 +129,16 @@ class TrialDataFeed:
         if isinstance(batches, DataLoader) and batches.num_workers > 0:
             yield from self._draw_from_workers(handle, batches, skip)
             return
-        with self._drawing(handle, in_process=True):
-            iterator = iter(batches)
+        iterator = drawn(partial(iter, batches))
         if skip is None and type(iterator) in _WITHOUT_USER_CODE:
             yield from iterator
             return
         # With torch's own samplers the indices alone tell the next batches, so skipping need not load samples.
         by_index = isinstance(batches, DataLoader) and _has_plain_order(batches)
         if skip is not None and by_index and isinstance(iterator, _SingleProcessDataLoaderIter):
-            self._skip(_BatchIndexIterator(iterator), self._drawing(handle, in_process=True), skip, None)
+            self._skip(_BatchIndexIterator(iterator), drawn, skip, None)
             skip = None
-        yield from self._rest(iterator, self._drawing(handle, in_process=True), skip, watched=not by_index)
+        yield from self._rest(iterator, drawn, skip, watched=not by_index)
 
     def close(self) -> None:
         """End the workers of every pass that has not ended, and persistent workers."""
@@ -148,24 +148,33 @@ class TrialDataFeed:
             loader_workers.end(loader._iterator)  # noqa: SLF001 - torch's own, behind a generator of the user's
         self._persistent.clear()
 
-    def _drawing(self, handle: DataHandle, *, in_process: bool) -> "_DrawContext":
-        """Return the context of a draw; the clock is innermost, so a wait for a capture is not counted."""
-        outer = self._own_code if in_process else self._waiting
-        return _DrawContext(outer, self.clock, handle, in_process=in_process)
+    def _drawn(self, handle: DataHandle, draw: Callable[[], _Drawn], *, in_process: bool = True) -> _Drawn:
+        """Run a draw; the clock is innermost, so a wait for a capture is not counted."""
+        clock = self.clock
+        # The clock twice: an interruption that arrives as the inner exit begins is raised there, and the outer exit ends the
+        # draw.
+        with (
+            self._own_code() if in_process else self._waiting(),
+            clock.drawing(handle, in_process=in_process),
+            clock,
+        ):
+            return draw()
 
-    @staticmethod
-    def _begun(batches: Iterable[Batch], skip: SkippedBatches | None) -> GatherPass | None:
-        """Begin a pass over a known loader, with its first index; return None for any other loader."""
+    def _begun(
+        self, handle: DataHandle, skip: SkippedBatches | None, *, shuffle: bool
+    ) -> tuple[Iterable[Batch], GatherPass | None]:
+        """Return the batches of a pass; a pass over a known loader begins with its first index, and is None otherwise."""
+        batches = self._own.batches(handle, self._batch_size, shuffle=shuffle)
         source = source_of(batches) if isinstance(batches, DataLoader) else None
         if source is None:
-            return None
+            return batches, None
         iterator = iter(batches)
         assert type(iterator) is _SingleProcessDataLoaderIter, "it has no workers"
         gather_pass = GatherPass(source, iterator)
         if skip is None:
             # Here, inside the trial's streams: a sampler draws its seed with the first index.
             gather_pass.look()
-        return gather_pass
+        return batches, gather_pass
 
     def _watch(self) -> "_StreamWatch":
         return _StreamWatch(self._own.stream_marks)
@@ -203,11 +212,11 @@ class TrialDataFeed:
         # Waiting for a worker must not keep other trials from their captures. But a subclass of the user's may return a
         # generator, which draws from the streams as late as its first batch.
         at_start = type(iterator) is _MultiProcessingDataLoaderIter and _draws_at_its_start_only(loader)
-        around = self._drawing(handle, in_process=not at_start)
+        drawn = partial(self._drawn, handle, in_process=not at_start)
         try:
             with loader_workers.death_explained():
                 watched = not at_start or _draws_in_parts(loader)
-                for number, batch in enumerate(self._rest(iterator, around, skip, watched=watched)):
+                for number, batch in enumerate(self._rest(iterator, drawn, skip, watched=watched)):
                     if number == 0:
                         loader_workers.warn_if_slow(iterator)
                     yield batch
@@ -217,12 +226,10 @@ class TrialDataFeed:
                 loader_workers.end(iterator)
 
     def _start(self, handle: DataHandle, loader: DataLoader[Any]) -> Iterator[Batch]:
-        around = self._drawing(handle, in_process=True)
         ready_loader = self._persistent.get(loader)
         # Persistent workers belong to the copy made for the first pass; its `iter` resets the workers for the next pass.
         if ready_loader is not None:
-            with around:
-                return iter(ready_loader)
+            return self._drawn(handle, partial(iter, ready_loader))
         ready_loader = loader_workers.ready(loader)
         is_kept = loader.persistent_workers and isinstance(handle, DataLoader)
         own_generator = ready_loader.generator
@@ -230,8 +237,8 @@ class TrialDataFeed:
             # A first start draws a seed for the workers, and a later pass of the same workers draws none.
             ready_loader.generator = torch.Generator()
         try:
-            with loader_workers.failed_start_explained(), around:
-                iterator = iter(ready_loader)
+            with loader_workers.failed_start_explained():
+                iterator: Iterator[Batch] = self._drawn(handle, partial(iter, ready_loader))
         finally:
             ready_loader.generator = own_generator
         self._with_workers.add(iterator)
@@ -244,23 +251,22 @@ class TrialDataFeed:
     def _rest(
         self,
         iterator: Iterator[Batch],
-        around: AbstractContextManager[object],
+        drawn: Callable[[Callable[[], Any]], Any],
         skip: SkippedBatches | None,
         *,
         watched: bool,
     ) -> Iterator[Batch]:
         watch = self._watch() if watched else None
         if skip is not None:
-            self._skip(iterator, around, skip, watch)
+            self._skip(iterator, drawn, skip, watch)
+        draw = partial(next, iterator, _END)
         mark_before = self._mark() if watched else 0
         while True:
             if watched and watch is not None:
                 watch.draws()
-            with around:
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    return
+            batch = drawn(draw)
+            if batch is _END:
+                return
             if watched and watch is not None:
                 # A draw from the trial's streams gives other numbers when repeated without the training in between.
                 self.may_skip = watched = self._mark() == mark_before and watch.has_drawn()
@@ -271,16 +277,13 @@ class TrialDataFeed:
     @staticmethod
     def _skip(
         iterator: Iterator[Any],
-        around: AbstractContextManager[object],
+        drawn: Callable[[Callable[[], Any]], Any],
         skip: SkippedBatches,
         watch: "_StreamWatch | None",
     ) -> None:
         for number in range(skip.count):
-            with around:
-                try:
-                    next(iterator)
-                except StopIteration:
-                    raise _fewer_than(skip, number) from None
+            if drawn(partial(next, iterator, _END)) is _END:
+                raise _fewer_than(skip, number)
         if watch is not None:
             watch.has_drawn()
         skip.then()
@@ -306,43 +309,6 @@ class _StreamWatch:
         marks, last = self._marks(), self._last
         self._last = marks
         return {key for key, mark in marks.items() if last.get(key) != mark}
-
-
-class _DrawContext:
-    """Context of repeated draws: the context of the user's code or of the wait for workers, and the clock inside.
-
-    A class, because a context is entered for every batch, and a generator takes twice as long.
-    """
-
-    __slots__ = ("_clock", "_handle", "_in_process", "_outer", "_surroundings")
-
-    def __init__(
-        self,
-        surroundings: Callable[[], AbstractContextManager[object]],
-        clock: DrawClock,
-        handle: DataHandle,
-        *,
-        in_process: bool,
-    ) -> None:
-        self._surroundings, self._clock = surroundings, clock
-        self._handle, self._in_process = handle, in_process
-        self._outer: AbstractContextManager[object] = nullcontext()
-
-    def __enter__(self) -> None:
-        self._outer = self._surroundings()
-        self._outer.__enter__()
-        self._clock.drawing(self._handle, in_process=self._in_process).__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._clock.__exit__(kind, error, trace)
-        except BaseException as given_up:
-            # The clock may raise `LoaderInterrupt` here, and the outer context must still be left.
-            self._outer.__exit__(type(given_up), given_up, given_up.__traceback__)
-            raise
-        self._outer.__exit__(kind, error, trace)
 
 
 def _fewer_than(skip: SkippedBatches, number: int) -> TaskError:

@@ -16,7 +16,8 @@ given back, so two threads never work on the trial at once.
 
 Note: races. The clock's lock decides whether a draw is over and whether the draw has been given up on, so no thread is
 interrupted in the pool's own code. An exception pending at the end of the draw is cancelled, and raised by the clock
-instead. The pool's lock comes before the clock's.
+instead. An exception that arrives as the clock's exit begins is raised there, before the exit has done anything, so
+`TrialDataFeed` enters the clock twice, and the other exit ends the draw. The pool's lock comes before the clock's.
 """
 
 import ctypes

@@ -113,17 +113,18 @@ def _train(task: TrainTask, report: Report | None, device: torch.device) -> Plai
         )
     # Before the model is built: its initial weights are drawn from the seed as well.
     _seed(task.seed)
+    # As in the pool: the factories' code, and optimizers, ask `torch.compiler.is_compiling()`, which captures change.
     with GATE.shared():
         module = build_model(task)
-    if device.type != "cpu":
-        module = module.to(device)
-    groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
-    # Operators are split as in the pool, because another split rounds differently.
-    operators, groups = split_operators(module, groups, task.split_operators)
-    optimizer = build_optimizer(task, groups)
-    warn_of_unclipped(task, module, optimizer)
-    scheduler = None if task.scheduler is None else task.scheduler(optimizer)
-    operators.check(optimizer)
+        if device.type != "cpu":
+            module = module.to(device)
+        groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
+        # Operators are split as in the pool, because another split rounds differently.
+        operators, groups = split_operators(module, groups, task.split_operators)
+        optimizer = build_optimizer(task, groups)
+        warn_of_unclipped(task, module, optimizer)
+        scheduler = None if task.scheduler is None else task.scheduler(optimizer)
+        operators.check(optimizer)
     run = _PlainRun(
         task=task,
         module=module,

@@ -1,13 +1,17 @@
 """What the program makes of the words of a pool's process, and of the next one's."""
 
+import pickle
 from multiprocessing import Pipe
 
 import pytest
 
 from hydra_tune import EventStream, Finished, Reported, Result
+from hydra_tune.isolation.child import IsolatedPoolServer
 from hydra_tune.isolation.parent import IsolatedPoolClient, _IsolatedJob
-from hydra_tune.isolation.sending import packed_result
+from hydra_tune.isolation.sending import packed_result, unpacked_result
 from hydra_tune.pool.job import Job
+from hydra_tune.supervision import marks
+from hydra_tune.supervision.supervisor import RestartContext
 
 HISTORY = [{"step": step, "epoch": step, "seconds": 1.0 + step, "train_loss": 0.5 - step} for step in range(4)]
 
@@ -103,3 +107,45 @@ def test_what_was_to_be_ended_is_not_begun_again():
     assert one.words() == []
     result = one.job.result(0)
     assert (result.status, result.history, result.metrics) == ("pruned", HISTORY[:1], losses(0))
+
+
+def test_an_end_of_the_process_is_told_without_a_cause_that_nobody_knows():
+    one = Steered()
+    one.pool._end()
+    assert str(one.job.result(0).error) == (
+        "the pool's process has ended and is not restarted; its output and the log say more"
+    )
+
+
+MARKED: list[dict[int, str]] = []
+
+
+class UnsendableError(Exception):
+    """Notes the trials to blame for a crash of its own code."""
+
+    def __reduce__(self):
+        MARKED.append(marks.here().marked())
+        raise self
+
+
+class Unreadable:
+    def __reduce__(self):
+        return _raised, ()
+
+
+def _raised():
+    raise UnsendableError("not to be read")
+
+
+def test_an_error_is_packed_under_the_mark_of_its_trial(monkeypatch):
+    """A crash in the error's own code was blamed on nobody, and the second ended the pool."""
+    monkeypatch.setattr(marks, "_HERE", None)
+    marks.TrialMarkTable().begin(())
+    ours, wire = Pipe()
+    pool = IsolatedPoolServer(ours, {}, RestartContext(), lambda: pytest.fail("no pool is begun"))
+    MARKED.clear()
+    pool._submit(None, "0:a", pickle.dumps(Unreadable()), "a", {}, True, None)
+    word, key, packed = wire.recv()
+    result = unpacked_result(packed, None, {})
+    assert (word, key, result.status, str(result.error)) == ("over", "0:a", "failed", "UnsendableError: not to be read")
+    assert [set(marked.values()) for marked in MARKED] == [{"a"}]

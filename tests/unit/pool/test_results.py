@@ -108,6 +108,7 @@ def test_with_many_causes_the_first_are_named():
         "15 of 15 trials failed (tasks 0, 5, 6, 7, 8, 9, 10, 11, ...: ValueError: 0; task 1: ValueError: 1; "
         "task 2: ValueError: 2; and 2 other causes)."
     )
+    assert "task 2: ValueError: 2; and 1 other cause)." in str(TrialsFailed(failed[:4]))
 
 
 @pytest.mark.parametrize("fusion", ["off", "on"])

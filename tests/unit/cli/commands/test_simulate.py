@@ -186,6 +186,14 @@ def test_options_that_do_not_go_with_the_profile_are_refused(profile, arguments,
     assert message in result.stderr
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a file whose reading fails")
+@pytest.mark.parametrize("flags", [(), ("--replay",)])
+def test_a_file_that_cannot_be_read_is_told_as_such(flags):
+    result = call(*flags, "/proc/self/mem")
+    assert result.exit_code == 2
+    assert "cannot read /proc/self/mem: Input/output error" in result.stderr
+
+
 def test_a_plot_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "timeline.png"

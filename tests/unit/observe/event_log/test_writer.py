@@ -290,6 +290,7 @@ def test_what_there_is_no_room_for_is_counted(tmp_path, monkeypatch):
         (".", "is a folder; give a file in it, such as '.*run.jsonl'"),
         ("file/run.jsonl", "cannot be made: '.*file' is a file; give another path"),
         ("a" * 300, "cannot be reached: File name too long; give another path"),
+        ("a\0b", "cannot be reached: .*embedded null .*; give another path"),
     ],
 )
 def test_places_that_cannot_be_are_refused(tmp_path, monkeypatch, path, message):

@@ -227,10 +227,12 @@ def test_who_borrows_a_device_waits_for_its_unit_and_the_next_unit_waits_for_him
     assert order == ["unit", "borrowed", "next unit"]
 
 
-def test_a_unit_that_does_not_end_is_not_waited_for_without_end(monkeypatch):
+@pytest.mark.parametrize("held", [DeviceUseLock.unit, lambda turn: turn.borrowed("cuda:0")])
+def test_a_unit_or_borrower_that_does_not_end_is_not_waited_for_without_end(held, monkeypatch):
     monkeypatch.setattr(device_reservation, "_PATIENCE_SECONDS", 0.0)
     turn = DeviceUseLock()
-    with turn.unit(), pytest.raises(HydraTuneError, match="device cuda:0 has been busy"), turn.borrowed("cuda:0"):
+    busy = "^device cuda:0 has been busy for 0 s with units or a borrower that do not end$"
+    with held(turn), pytest.raises(HydraTuneError, match=busy), turn.borrowed("cuda:0"):
         pass
     with turn.unit():
         pass

@@ -258,3 +258,31 @@ def test_the_loop_waits_while_a_pool_captures(task, monkeypatch):
             assert waits.wait(60.0)
         weights = beside.result(60.0).state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in train_plain(task()).state_dict().items())
+
+
+def test_all_that_builds_a_trial_is_inside_the_capture_gate():
+    """`torch.export` tells code of all threads that asks, such as optimizers, that it is being compiled."""
+
+    def inside(factory):
+        def called(*arguments):
+            if not GATE._sharing:
+                pytest.fail("a capture may run meanwhile")
+            return factory(*arguments)
+
+        return called
+
+    class Inside(torch.optim.SGD):
+        """Also stepped by the check of `split_operators`."""
+
+        step = inside(torch.optim.SGD.step)
+
+    train_plain(
+        on_batches(
+            model=inside(net),
+            param_groups=inside(lambda model: list(model.parameters())),
+            optimizer=inside(partial(Inside, lr=0.1)),
+            scheduler=inside(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)),
+            split_operators={"0": 2},
+            epochs=1,
+        )
+    )
