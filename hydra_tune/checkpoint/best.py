@@ -17,7 +17,8 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,7 +150,7 @@ class BestWeights:
                 self._changed.wait(_POLL_SECONDS)
 
     def failures(self) -> list[tuple[int, str]]:
-        """Return the failures since the last call: a trial's number, and why writing the weights, or a removal, failed."""
+        """Return the failures since the last call: a trial's number, and why its weights could not be written."""
         with self._changed:
             failures, self._failures = self._failures, []
         return failures
@@ -191,13 +192,20 @@ class BestWeights:
 
     def _write(self, number: int, item: _QueuedWeights) -> None:
         make_private_folder(self.folder)
-        remove_leftovers(self.folder)
+        with _failed_removal_logged():
+            remove_leftovers(self.folder)
         save_tensors(weights_file(self.folder, number), item.tensors, item.metadata)
-        try:
+        with _failed_removal_logged():
             # Read anew, because other processes may have written or removed files meanwhile.
             stored = kept_trials(self.folder)
             for beaten in stored.keys() - self._choose(stored):
                 remove_file(weights_file(self.folder, beaten))
-        except FileError as error:
-            # No failure of this trial, whose file is whole.
-            _LOGGER.warning("Weights that are no longer among the best could not be removed: %s", error)
+
+
+@contextmanager
+def _failed_removal_logged() -> Iterator[None]:
+    """Log a failed removal, which is no failure of the trial whose weights are written."""
+    try:
+        yield
+    except FileError as error:
+        _LOGGER.warning("Old weights could not be removed: %s", error)

@@ -102,11 +102,12 @@ class CheckpointFolder(LockedFolder):
             with contextlib.suppress(FileError):
                 self._remove(int(name))
             raise
-        try:
-            self.keep(_KEPT)
-        except FileError as error:
-            # The new generation is complete.
-            _LOGGER.warning("Old checkpoints could not be removed: %s", error)
+        # The new generation is complete, whatever happens to the old ones.
+        for old in generations(self.path)[_KEPT:]:
+            try:
+                self._remove(old)
+            except FileError as error:
+                _LOGGER.warning("An old checkpoint could not be removed: %s", error)
         return manifest
 
     def keep(self, count: int) -> None:

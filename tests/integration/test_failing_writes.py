@@ -123,7 +123,8 @@ def refuse_each(pool, writes, tmp_path, caplog, calls_apart, first, *, lasting):
             told = [text for text in caplog.messages if re.search("could not be (written|removed)", text)]
             saved_less += bool(told)
             for text in told:
-                assert re.search(rf"t-{number}-{call}-[12].*\[Errno {number}\]", text), text
+                # The last run's checkpoints may be removed as late as now.
+                assert re.search(rf"t-\d+-\d+-[12].*\[Errno {number}\]", text), text
             assert not refused or told or any(r.error for r in results) or _is_harmless(refused), refused
             check_whole(tmp_path / "saved")
             for seed in (1, 2):

@@ -454,6 +454,15 @@ def test_a_server_begun_for_a_callable_ends_with_the_executor(way, tmp_path):
     assert servers() == []
 
 
+def test_a_class_defined_after_a_callables_workers_began_reaches_the_workers_of_a_later_loader(monkeypatch):
+    with running() as pool:
+        assert pool.submit(build("generator", train=callable_loader)).result(PATIENCE_SECONDS).error is None
+        later = type("LaterData", (Augmented,), {"__module__": __name__})
+        monkeypatch.setattr(sys.modules[__name__], "LaterData", later, raising=False)
+        loader = DataLoader(later(), 8, num_workers=1)
+        assert pool.submit(build("generator", train=loader)).result(PATIENCE_SECONDS).error is None
+
+
 def test_a_server_keeps_no_pipe_of_the_program_open():
     """A program that reads until all ends of its pipe are closed would wait for ever."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as reader, running() as pool:

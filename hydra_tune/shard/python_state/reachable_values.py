@@ -25,7 +25,6 @@ import functools
 import gc
 import io
 import itertools
-import mmap
 import multiprocessing.connection
 import operator
 import os
@@ -488,7 +487,7 @@ class ReachableValues(CodeWalk):
                 if not (self._is_lenient or self._skips_large):
                     raise CaptureError(f"{label} is too large to be compared at each step; use a tensor")
                 # A memory map is left out, because a look would read all over its file.
-                if not (is_readonly or isinstance(value, mmap.mmap)):
+                if not (is_readonly or is_mapped(value)):
                     self._hold([label], lambda: [sampled_bytes(value)], owner=id(value))
                 return
             before = bytes_of(value)

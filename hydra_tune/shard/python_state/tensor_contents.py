@@ -94,8 +94,9 @@ def sampled(array: Any) -> tuple[Any, ...]:
 
 def sampled_bytes(value: Any) -> tuple[int, int]:
     """Return the size of an object's large buffer, and a checksum of some bytes, in which a change of the whole shows."""
-    if not memoryview(value).nbytes:
-        return 0, 0
-    content = torch.frombuffer(value, dtype=torch.uint8)
-    sample = content[:: max(content.numel() // _MAX_SAMPLED, 1)]
-    return content.numel(), zlib.crc32(bytes(sample.tolist()))
+    try:
+        with memoryview(value) as view, view.cast("B") as content:
+            return content.nbytes, zlib.crc32(content[:: max(content.nbytes // _MAX_SAMPLED, 1)].tobytes())
+    except (TypeError, ValueError):  # a slice with a step, or a format of ctypes
+        whole = memoryview(value).tobytes()
+        return len(whole), zlib.crc32(whole)

@@ -174,25 +174,34 @@ class ForkServerRegistry:
         self._lock = threading.Lock()
         self._running: list[LoaderForkServer] = []
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._provided: LoaderForkServer | None = None  # the newest server that `hold` has begun
 
     def hold(self, holder: object, *, begins: bool = True) -> None:
         """Keep servers alive until `leave`; provide a server now if `begins`.
 
-        A new server starts where no holder uses the present server. A forked server knows only the classes defined in a
-        notebook before the fork, so a server forked from a program without a main file is replaced, too, if the process
-        may be copied again.
+        A new server starts where no holder uses the present server, or `current` has begun the present server, which lacks
+        classes that the program has defined since. A forked server knows only the classes defined in a notebook before the
+        fork, so a server forked from a program without a main file is replaced, too, if the process may be copied again.
         """
         with self._lock:
-            if not self._holders:
+            if begins and not self._holders:
                 self._stop()
             self._holders.add(holder)
+            if not begins:
+                return
             latest = self._running[-1] if self._running else None
-            if begins and (latest is None or (latest.names is not None and not has_main_file() and is_quiet())):
+            if (
+                latest is None
+                or latest is not self._provided
+                or (latest.names is not None and not has_main_file() and is_quiet())
+            ):
                 self._begin()
+                self._provided = self._running[-1]
 
     def forget(self) -> None:
         """Forget the servers in a forked copy of this process: only the original may end the servers."""
         self._lock, self._running, self._holders = threading.Lock(), [], weakref.WeakSet()
+        self._provided = None
 
     def leave(self, holder: object) -> None:
         """End the servers, unless another holder needs them."""

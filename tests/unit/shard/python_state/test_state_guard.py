@@ -708,12 +708,26 @@ def test_a_change_of_a_very_large_buffer_is_named(tmp_path, caplog):
     path.write_bytes(bytes(8 << 20))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         train = lambda values: [values[0]]  # noqa: E731
-        for changed, size in ((mapped, 1), (bytearray(8 << 20), 1), (array.array("i", bytes(8 << 20)), 4)):
+        numbers, every_other = (ctypes.c_int * (2 << 20))(), memoryview(bytearray(16 << 20))[::2]
+        for changed, ones in (
+            (mapped, bytes([1]) * (8 << 20)),
+            (bytearray(8 << 20), bytes([1]) * (8 << 20)),
+            (array.array("i", bytes(8 << 20)), array.array("i", [1] * (2 << 20))),
+            (numbers, [1] * (2 << 20)),
+            (every_other, memoryview(bytes([1]) * (16 << 20))[::2]),
+        ):
             guard = PythonStateUndo({"train=": functools.partial(train, changed)})
-            changed[:] = array.array("i", [1] * (2 << 20)) if size == 4 else bytes([1]) * (8 << 20)
+            changed[:] = ones
             caplog.clear()
             guard.undo()
             assert ("is not put back, because the value is large" in caplog.text) is (changed is not mapped)
+        with memoryview(mapped) as view:
+            guard = PythonStateUndo({"train=": functools.partial(train, view)})
+            view[0] = 2
+            caplog.clear()
+            guard.undo()
+            assert not caplog.text
+            del guard
         buffer = bytearray(8 << 20)
         guard = PythonStateUndo({"train=": functools.partial(train, buffer)})
         buffer.clear()

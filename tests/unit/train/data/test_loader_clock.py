@@ -86,13 +86,14 @@ def test_a_draw_that_is_interrupted_as_it_ends_leaves_clock_and_gate():
                     thread.join(60.0)  # noqa: B023
 
         with closing(feed.draw(Batches, shuffle=False)) as draws:
+            tracing = sys.gettrace()
             sys.settrace(trace)
             try:
                 batch = next(draws)
             except LoaderInterrupt:
                 batch = None
             finally:
-                sys.settrace(None)
+                sys.settrace(tracing)
         if not thread.ident:
             break
         thread.join()
