@@ -102,22 +102,27 @@ class CheckpointFolder(LockedFolder):
             with contextlib.suppress(FileError):
                 self._remove(int(name))
             raise
-        # The new generation is complete, whatever happens to the old ones.
-        for old in generations(self.path)[_KEPT:]:
-            try:
-                self._remove(old)
-            except FileError as error:
-                _LOGGER.warning("An old checkpoint could not be removed: %s", error)
+        try:
+            self.keep(_KEPT)
+        except FileError as error:
+            # The new generation is complete.
+            _LOGGER.warning("Old checkpoints could not be removed: %s", error)
         return manifest
 
     def keep(self, count: int) -> None:
         """Remove all but the newest `count` generations.
 
         Raises:
-            FileError: the system refuses.
+            FileError: the system refuses a removal; the other generations are removed all the same.
         """
+        first_error = None
         for number in generations(self.path)[count:]:
-            self._remove(number)
+            try:
+                self._remove(number)
+            except FileError as error:
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
 
     def go_back_to(self, manifest: Path) -> None:
         """Remove all generations after the generation of this manifest, from which the trial resumes.

@@ -144,10 +144,13 @@ def read_profile(path: Path) -> Scenario:
         path: a JSON file; docs/reference/profile.md describes the format.
 
     Raises:
-        ConfigError: not JSON, or not a profile; the message names the file and the place in the file.
+        ConfigError: the file cannot be read, is not JSON, or not a profile; the message names the file and the place in the
+            file.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give another file") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     return parse_profile(content, source=str(path))

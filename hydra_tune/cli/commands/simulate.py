@@ -10,10 +10,9 @@ the simulation. Only damage of a recording may be found while the recording is p
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -32,7 +31,6 @@ from hydra_tune.simulate.recorded.replay import replay
 from hydra_tune.simulate.table import print_replay, print_result
 from hydra_tune.simulate.workload import RandomWorkload, equal_devices, stop_early
 
-_T = TypeVar("_T")
 FAILED, USAGE = 1, 2
 
 _EXIT_CODES = """\b
@@ -252,13 +250,6 @@ def simulate_command(
         sys.exit(FAILED)
 
 
-def _read(read: Callable[[Path], _T], path: Path) -> _T:
-    try:
-        return read(path)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-
-
 def _replay(context: click.Context, path: Path, *, as_json: bool) -> None:
     # Only options that the user typed: defaults are compatible with --replay.
     typed_options = {
@@ -272,7 +263,7 @@ def _replay(context: click.Context, path: Path, *, as_json: bool) -> None:
             else unsuitable_options[0].opts[0]
         )
         raise ConfigError(f"--replay goes with --policy and --json alone, not with {name}; the recording has the rest")
-    comparison = replay(_read(read_recording, path), context.params["policy"] if "policy" in typed_options else None)
+    comparison = replay(read_recording(path), context.params["policy"] if "policy" in typed_options else None)
     if as_json:
         click.echo(json.dumps(comparison.to_json(), allow_nan=False))
     else:
@@ -330,7 +321,7 @@ def _from_profile(path: Path, flags: dict[str, Any]) -> Scenario:
         raise ConfigError(
             f"--{unsuitable_flags[0].replace('_', '-')} describes what PROFILE has; leave out one of the two"
         )
-    scenario = _read(read_profile, path)
+    scenario = read_profile(path)
     count = flags["devices"]
     if count is not None:
         if not 1 <= count <= len(scenario.devices):

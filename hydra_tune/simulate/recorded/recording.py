@@ -117,10 +117,12 @@ def read_recording(path: Path) -> Recording:
     """Read a file of `Recording.write`.
 
     Raises:
-        ConfigError: not a recording, another version's, or damaged.
+        ConfigError: the file cannot be read, or is not a recording, another version's, or damaged.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {_REMEDY}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a recording: it is not JSON ({error}); {_REMEDY}") from error
     content = data.get(_KEY) if isinstance(data, dict) else None
