@@ -345,20 +345,27 @@ def test_many_captures_are_told(caplog):
     assert sum("(register_buffer)" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.slow
-def test_a_number_that_a_cache_keeps_from_a_capture_is_refused(caplog):
+def cached() -> Callable[[float], float]:
+    @functools.cache
+    def scaled(weight: float) -> float:
+        return 1 + weight * weight
+
+    return scaled
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_number_that_a_cache_keeps_from_a_capture_is_refused(is_shared, caplog):
+    """A check of the step leaves results in the cache, so a later capture of the same step is another graph."""
     caplog.set_level(logging.INFO, "hydra_tune")
+    shared = cached()
 
     def made() -> Program:
-        schedule = Schedule()
-
-        @functools.cache
-        def scaled(weight: float) -> float:
-            return 1 + weight * weight
-
+        schedule, scaled = Schedule(), shared if is_shared else cached()
         return advancing(schedule.advance, step=lambda module, batch: error(module, batch) * scaled(schedule.weight))
 
     expected = by_hand(made())
+    shared.cache_clear()
     for actual in trained([made() for _ in range(3)], fusion="on"):
         assert_close(expected, actual)
 

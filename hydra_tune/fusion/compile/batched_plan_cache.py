@@ -109,7 +109,11 @@ class GroupPlanFactory:
         module.train()
 
     def of_members(
-        self, members: Sequence[MemberTrial], wanted: MemberBatchRequest, like: TrialStateLayout | None = None
+        self,
+        members: Sequence[MemberTrial],
+        wanted: MemberBatchRequest,
+        like: TrialStateLayout | None = None,
+        own: PreparedPlan | None = None,
     ) -> tuple[PreparedPlan, MemberDifferences]:
         """Return the first member's plan, with the differences of the others: dropout probabilities, losses and numbers.
 
@@ -117,6 +121,9 @@ class GroupPlanFactory:
             members: built members of a group, or candidates; only read, likewise.
             wanted: a request of the first member.
             like: as of `of_member`.
+            own: the first member's plan, if known. Asked for again, the library may have another plan: a step that was run
+                for a check leaves results in caches of its functions, and a capture that finds a result there does not
+                compute the result from a number.
 
         Returns:
             The plan, and the differences between the members.
@@ -129,7 +136,8 @@ class GroupPlanFactory:
         for member in members:
             key = object() if member.architecture is None else member.architecture
             if key not in plans:
-                plans[key] = self.of_member(member, wanted, like)
+                is_first = not member_plans
+                plans[key] = own if own is not None and is_first else self.of_member(member, wanted, like)
             member.watch(wanted.mode, plans[key].files)
             member_plans.append(plans[key])
         differences = self._likeness(member_plans)

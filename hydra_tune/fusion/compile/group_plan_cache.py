@@ -119,11 +119,9 @@ class GroupPlanCache:
         if request.mode == "evaluate":  # members without validation have no metrics to compare
             members = [by if member.task.validate is None else member for member in members]
         try:
-            # `of_members` returns the plan of the first member, so the
-            # member behind `own` goes first; its entry is dropped below.
-            _, differences = self._plans.of_members(
-                [by, *members], request, None if own is self.first else self._layout
-            )
+            # The member behind `own` goes first, as the differences are those from its plan; its entry is dropped below.
+            layout = None if own is self.first else self._layout
+            _, differences = self._plans.of_members([by, *members], request, layout, own)
         except UnfusableError as error:
             raise _not_together(error) from error
         return differences.part(1)
