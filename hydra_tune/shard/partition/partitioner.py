@@ -175,6 +175,7 @@ class ShardPartitioner:
             boundary_edges = sorted({*boundary_edges, *self._layer_starts()})
         elif num_shards is not None:
             boundary_edges = sorted({*boundary_edges, *self._balanced(num_shards)})
+            self._pilot.expect(boundary_edges[1:-1])
         edges = [0]
         for first, last in pairwise(boundary_edges):
             edges += self._fill(first, last)

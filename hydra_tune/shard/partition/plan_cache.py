@@ -76,6 +76,7 @@ from hydra_tune.shard.verify.value_numbering import ValueNumbering, ValuesNeeded
 from hydra_tune.task import TrainTask
 
 _MAX_PLANS = 128  # kinds of steps kept for future trials; running trials hold their own plans
+_LONG_STEP_SECONDS = 1.0  # estimated seconds of a step for which a check by numbers is quicker than by values
 _MAX_ANSWERS = 8  # plans kept for each kind, for steps that read values of the batch, numbers or files
 
 
@@ -500,9 +501,10 @@ class PlanLibrary:
         needs_both: bool,
     ) -> tuple[UnitSeconds | None, UnitSeconds | None]:
         """Verify a plan, or the plan that keeps activations, or both; results as of `verify`."""
-        if self.budget.checks_sample:
+        if self.budget.checks_sample or self._is_long(estimates):
             try:
-                kept_seconds = self._verify(request, plan, kept, request.batch, ValueNumbering())[1]
+                numbering = ValueNumbering()
+                kept_seconds = self._verify(request, plan, kept, request.batch, numbering, needs_both=needs_both)[1]
                 # The units have computed nothing, so their times are unknown.
                 return estimates()[0], None if kept_seconds is None else estimates()[1]
             except (Exception, ValuesNeededError) as error:  # noqa: BLE001 - any failure is decided by values
@@ -520,6 +522,16 @@ class PlanLibrary:
             # Guards of the failed attempt must not decide for the whole batch.
             request.guards.clear()
         return self._verify(request, plan, kept, request.batch, needs_both=needs_both)
+
+    def _is_long(self, estimates: Callable[[], tuple[UnitSeconds, UnitSeconds]]) -> bool:
+        """Whether a step on the host takes longer than a check by numbers.
+
+        Planning without training always runs the step, for the times of its forecast.
+        """
+        if self._most_checked_bytes is not None:
+            return False
+        units = estimates()[0]
+        return sum((*units.forward, *units.backward)) > _LONG_STEP_SECONDS
 
     def _verify(
         self,

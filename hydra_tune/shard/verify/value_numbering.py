@@ -4,8 +4,9 @@ Under `ValueNumbering`, an operator computes only where all its operands have va
 these. An operator that draws does not compute. Other results share memory that no operator writes. The number of a
 result follows from the operator, its plain arguments, and the numbers and geometry of its operands. Two runs whose losses,
 gradients and buffers have the same numbers run the same operators on the same operands, and so have the same bits. Where a
-pool has no CPU device, `PlanLibrary` (`shard/partition/plan_cache.py`) has `verify` (`plan_check.py`) compare the eager step
-with a plan in this way first: for a large model the numbers take seconds, and the values minutes.
+pool has no CPU device, or a step takes long on a CPU, `PlanLibrary` (`shard/partition/plan_cache.py`) has `verify`
+(`plan_check.py`) compare the eager step with a plan in this way first: for a large model the numbers take seconds, and the
+values minutes.
 `shard/partition/trial_step.py` raises `ValuesNeededError` for parameters and buffers of a class of their own.
 
 Note: why not fake tensors. Code may ask whether its tensors are fake, and take another path than in training, as it did

@@ -43,13 +43,15 @@ def checks(monkeypatch):
     return found
 
 
-def prepare(task, batch=None, mode="train", num_shards=3):
+def prepare(task, batch=None, mode="train", num_shards=3, *, checks_sample=True, only_plans=False):
     budget = ShardPlanConstraints(
-        budget_bytes=1 << 34, buffer_fraction=0.15, alignment=64, num_shards=num_shards, checks_sample=True
+        budget_bytes=1 << 34, buffer_fraction=0.15, alignment=64, num_shards=num_shards, checks_sample=checks_sample
     )
     model = task.model()
     batch = first_batch(task) if batch is None else batch
-    return PlanLibrary(budget).prepare(task, model, task.optimizer(list(model.parameters())), batch, mode)
+    library = PlanLibrary(budget)
+    library = library.for_plans(1 << 34) if only_plans else library
+    return library.prepare(task, model, task.optimizer(list(model.parameters())), batch, mode)
 
 
 @pytest.mark.cases(1)
@@ -99,6 +101,21 @@ def test_a_graph_that_draws_too_much_does_not_pass():
     made = analysed(made.task, made.model, made.batch, made.captured)
     with pytest.raises(CaptureError, match="other random numbers"):
         check(made, made.plan())
+
+
+def test_for_a_cpu_a_long_step_is_checked_by_numbers_and_a_short_one_by_values(checks, monkeypatch):
+    prepare(build("mlp"), checks_sample=False)
+    assert checks == ["values"]
+    monkeypatch.setattr(library_module, "_LONG_STEP_SECONDS", 0.0)
+    long = prepare(build("mlp"), checks_sample=False)
+    assert checks == ["values", "numbers"]
+    assert all(seconds > 0 for seconds in long.seconds.backward)
+
+
+def test_a_plan_that_is_not_trained_is_timed_however_long_its_step(checks, monkeypatch):
+    monkeypatch.setattr(library_module, "_LONG_STEP_SECONDS", 0.0)
+    prepare(build("mlp"), checks_sample=False, only_plans=True)
+    assert checks == ["values"]
 
 
 class Way(Base):
@@ -169,11 +186,13 @@ def test_numbers_decide_for_a_library(checks):
     assert all(seconds > 0 for seconds in (*found.seconds.forward[:-1], *found.seconds.backward))
 
 
-def test_values_decide_what_numbers_cannot(checks):
+@pytest.mark.parametrize("checks_sample", [True, False], ids=["for GPUs", "a long step"])
+def test_values_decide_what_numbers_cannot(checks, monkeypatch, checks_sample):
+    monkeypatch.setattr(library_module, "_LONG_STEP_SECONDS", 0.0)
     # In evaluation, layers of torch take a fast path that a capture does not take.
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     task = task_of(layer, step=lambda module, x: module(x).square().mean(), evaluate=lambda m, x: {"mean": m(x).mean()})
-    assert prepare(task, torch.randn(4, 3, 8), "evaluate").plan.eager
+    assert prepare(task, torch.randn(4, 3, 8), "evaluate", checks_sample=checks_sample).plan.eager
     assert checks[:2] == ["numbers", "values"]
 
 
