@@ -136,8 +136,8 @@ class GroupPlanFactory:
         for member in members:
             key = object() if member.architecture is None else member.architecture
             if key not in plans:
-                is_first = not member_plans
-                plans[key] = own if own is not None and is_first else self.of_member(member, wanted, like)
+                plans[key] = own or self.of_member(member, wanted, like)
+                own = None
             member.watch(wanted.mode, plans[key].files)
             member_plans.append(plans[key])
         differences = self._likeness(member_plans)

@@ -35,8 +35,9 @@ class ShardPlanConstraints:
         host_bytes: host memory for each trial in flight; None: unlimited.
         has_link: whether copies take time of their own, beside computation: to a GPU, or over a simulated link.
         link: speed of the devices' copies, if comparable with seconds measured on the host.
-        checks_sample: whether a plan may be checked by numbers (`shard/verify/value_numbering.py`), or with a few samples
-            of its batch (`shard/verify/sample_check.py`), as in a pool without CPU devices.
+        checks_sample: whether all plans are checked by numbers (`shard/verify/value_numbering.py`) first, and then may be
+            checked with a few samples of the batch (`shard/verify/sample_check.py`), as in a pool without CPU devices.
+            Otherwise plans of long steps alone are checked by numbers.
         counts_draws: whether a batch draws the same number of random numbers on each device, so that later batches can
             draw first.
         uses_foreach: whether some device's updates take the temporaries of `foreach` operators by default (see

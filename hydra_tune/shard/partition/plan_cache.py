@@ -76,8 +76,8 @@ from hydra_tune.shard.verify.value_numbering import ValueNumbering, ValuesNeeded
 from hydra_tune.task import TrainTask
 
 _MAX_PLANS = 128  # kinds of steps kept for future trials; running trials hold their own plans
-_LONG_STEP_SECONDS = 1.0  # estimated seconds of a step for which a check by numbers is quicker than by values
 _MAX_ANSWERS = 8  # plans kept for each kind, for steps that read values of the batch, numbers or files
+_LONG_STEP_SECONDS = 1.0  # estimated seconds of a step beyond which numbers are quicker to compare than values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -524,7 +524,7 @@ class PlanLibrary:
         return self._verify(request, plan, kept, request.batch, needs_both=needs_both)
 
     def _is_long(self, estimates: Callable[[], tuple[UnitSeconds, UnitSeconds]]) -> bool:
-        """Whether a step on the host takes longer than a check by numbers.
+        """Whether a step is estimated to take longer on the host than a check by numbers.
 
         Planning without training always runs the step, for the times of its forecast.
         """

@@ -6,8 +6,7 @@ result follows from the operator, its plain arguments, and the numbers and geome
 gradients and buffers have the same numbers run the same operators on the same operands, and so have the same bits. Where a
 pool has no CPU device, or a step takes long on a CPU, `PlanLibrary` (`shard/partition/plan_cache.py`) has `verify`
 (`plan_check.py`) compare the eager step with a plan in this way first: for a large model the numbers take seconds, and the
-values minutes.
-`shard/partition/trial_step.py` raises `ValuesNeededError` for parameters and buffers of a class of their own.
+values minutes. `shard/partition/trial_step.py` raises `ValuesNeededError` for parameters and buffers of a class of their own.
 
 Note: why not fake tensors. Code may ask whether its tensors are fake, and take another path than in training, as it did
 during the capture. The tensors here are ordinary CPU tensors, so the eager step takes its ordinary path.
