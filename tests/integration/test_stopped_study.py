@@ -79,7 +79,8 @@ def test_with_checkpoints_all_trials_go_on(tmp_path, stopping, number, undisturb
     assert before[1] == TrialState.RUNNING  # trial 0 may be over by then
     with HydraExecutor(devices="cpu:2", checkpoint_dir=tmp_path / "saved") as pool:
         found = pool.find_checkpoint("killed/1")
-        assert found.steps == 5
+        # The report is answered before the signal is passed on, so the trial may have trained up to its next report.
+        assert found.steps in (5, 10)
         assert not found.is_in_use
         study = optuna.load_study(study_name="killed", storage=storage(tmp_path), executor=pool)
         study.optimize(build, n_trials=before.count(TrialState.WAITING))
