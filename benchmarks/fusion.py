@@ -22,6 +22,7 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory
 from hydra_tune.fusion.group.member import MemberTrial
 from hydra_tune.fusion.group.stacked_state import StackedModule, stacked_optimizer
+from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.execute.compute import ShardOperands
 from hydra_tune.shard.partition.budget import ShardPlanConstraints
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
@@ -140,12 +141,14 @@ def stacked(build, optimizer, count, x, y, *, backend=None, precision="float32")
         live_in=(),
     )
 
+    lease = Pager(device).lease((), 0)  # these optimizers create their state once, so the lease loses no block
+
     def run(held=held):  # whose blocks the parameters lie in
         made = trace.run(operands, is_laid_out=True)
         for name, gradient in made.parameters.items():
             state[name].grad = gradient
         stepped.step()
-        held.adopt_optimizer_state(plan.plan.shards[0].trained, device)
+        held.adopt_optimizer_state(plan.plan.shards[0].trained, device, lease)
         made.outputs[trace.loss].tolist()
 
     return run, seconds

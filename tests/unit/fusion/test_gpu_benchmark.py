@@ -1,4 +1,4 @@
-"""The benchmarks for GPUs run, here on the CPU; what a CUDA graph would do is done by calling again."""
+"""The benchmarks of fused steps run, also those for GPUs; calling again stands for a CUDA graph."""
 
 import importlib
 import json
@@ -143,6 +143,23 @@ def test_no_more_processes_are_started_than_the_host_has_memory_for(benchmark, m
         processes.rate("tiny", 2, 60)
     assert processes.rate("tiny", 1, 60) == 1.0
     processes.close()
+
+
+def test_fused_steps_on_a_cpu_are_timed(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    fusion = importlib.import_module("fusion")
+    monkeypatch.setattr(fusion, "ROUNDS", 1)
+    monkeypatch.setattr(fusion, "STEPS", 1)
+    monkeypatch.setattr(sys, "argv", ["fusion.py", "mlp"])
+    threads = torch.get_num_threads()
+    try:
+        fusion.main()
+    finally:
+        torch.set_num_threads(threads)
+        sys.modules.pop("fusion")
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [(row[0], row[2]) for row in rows] == [("mlp", "SGD"), ("mlp", "AdamW")]
+    assert all(float(row[4]) > 0 and float(row[6]) > 0 for row in rows), "both steps have been timed"
 
 
 @pytest.mark.slow
