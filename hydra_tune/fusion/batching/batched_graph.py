@@ -36,7 +36,7 @@ from hydra_tune.fusion.batching.random_decomposition import recorded
 from hydra_tune.fusion.batching.rnn_rules import RECURRENT
 from hydra_tune.fusion.batching.stacked_autocast import dtypes_of, has_recurrent_kernel, member_dtypes, prepared
 from hydra_tune.fusion.ragged.masked_loss import LOSS, MaskedReduction, counted_loss
-from hydra_tune.shard.analysis.random_ops import draws_random_numbers
+from hydra_tune.shard.analysis.random_ops import draws_random_numbers, is_foreign
 from hydra_tune.shard.capture.graph_device import moved, names_a_device
 from hydra_tune.task import Precision
 
@@ -156,6 +156,10 @@ class StackedGraph:
             self._add_region(node, *arguments)
         elif not draws or node.target in _OWN_DRAWS:
             self._add_call(node, arguments, keywords)
+        elif is_foreign(node.target):
+            raise UnfusableError(
+                f"{_told(node)} may draw random numbers in code that cannot be run for all trials at once"
+            )
         elif (record := recorded(node, self._precision)) is not None:
             self._add_draw(node, record, [placed.get(argument, argument) for argument in node.all_input_nodes])
         else:

@@ -33,25 +33,39 @@ _DROPOUT_SWITCHES = {
     "aten::rnn_tanh": (("dropout", 0.0), ("train", False)),
     "aten::rnn_relu": (("dropout", 0.0), ("train", False)),
 }
+_TAGGED = frozenset({"aten", "prims", "prim", "quantized", "torchvision"})
+"""Namespaces whose operators have torch's tag if they draw. Other operators may draw without the tag."""
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether running the node moves a random generator."""
+    """Whether running the node may move a random generator."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - the public type of aten operators
-        # A higher-order operator draws if its body draws.
-        return any(_subgraph_is_stochastic(node, argument) for argument in node.all_input_nodes)
+        # A higher-order operator draws if its body draws, and an `OpaqueCall` says whether its operators may draw.
+        return getattr(target, "may_draw", False) or any(
+            _subgraph_is_stochastic(node, argument) for argument in node.all_input_nodes
+        )
     return draws_with(target, node.args, node.kwargs)
 
 
 def draws_with(operator: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator moves a random generator when called with the given arguments."""
+    """Whether an operator may move a random generator when called with the given arguments."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
-        return False
+        return hides_draws(operator)
     named = _named(operator, args, kwargs)
     switches = _DROPOUT_SWITCHES.get(operator._schema.name, ())  # noqa: SLF001
     # Without switches an operator always draws, as `all` of nothing is true.
     return all(named.get(argument) != value for argument, value in switches)
+
+
+def hides_draws(operator: OpOverload[..., Any]) -> bool:
+    """Whether an operator has code of a user or of another library that may draw, and no tag of torch that says so."""
+    return operator.namespace not in _TAGGED and torch.Tag.nondeterministic_seeded not in operator.tags
+
+
+def is_foreign(target: object) -> bool:
+    """Whether a node's function is none of torch's, so that nobody can see when in a run the function draws."""
+    return getattr(target, "may_draw", False) or (isinstance(target, OpOverload) and target.namespace not in _TAGGED)
 
 
 def _subgraph_is_stochastic(node: fx.Node, argument: fx.Node) -> bool:

@@ -66,7 +66,8 @@ class CountedRandomOpFinder(fx.Interpreter):
         primitives = _RandomPrimitiveRecorder()
         with primitives:
             result = super().run_node(n)
-        if primitives.drawing <= _COUNTED:
+        # An operator with code of a user draws where no fake tensor comes.
+        if primitives.drawing and primitives.drawing <= _COUNTED:
             self._draws.counted.add(n)
         return result
 

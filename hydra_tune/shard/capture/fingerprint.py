@@ -33,6 +33,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from hydra_tune.shard.python_state.code_names import (
     IS_IMMUTABLE_TYPE,
     OF_THE_ENVIRONMENT,
+    OPERATORS,
+    definition_of,
     global_names,
     is_installed,
     is_package_code,
@@ -111,16 +113,17 @@ def _module(module: nn.Module, seen: dict[int, int], depth: int, *, contents: bo
         for name, tensor in registry.items()
         if tensor is not None
     )
+    # Before the attributes, one of which may hold a method of a child, as PEFT's models do.
+    children = tuple(
+        (name, _module(child, seen, depth, contents=contents))
+        for name, child in module._modules.items()  # noqa: SLF001
+        if child is not None
+    )
     # Sorted, because two builds of a model may set the same attributes in different orders.
     attributes = tuple(
         (name, _value(value, seen, depth + 1))
         for name, value in sorted(vars(module).items())
         if name not in _SKIPPED and not (isinstance(value, Mapping) and not value)
-    )
-    children = tuple(
-        (name, _module(child, seen, depth + 1, contents=contents))
-        for name, child in module._modules.items()  # noqa: SLF001
-        if child is not None
     )
     # The forward by identity, because a program may replace the forward of a library's class.
     code = (type(module).forward, _class_code(type(module), seen, depth + 1))
@@ -353,6 +356,12 @@ def _builtin(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     return ("builtin", getattr(value, "__module__", None), value.__qualname__, _value(_owner(value), seen, depth))
 
 
+def _operator(value: Any, seen: dict[int, int], depth: int) -> Hashable:
+    """An operator of torch; one defined anew under the same name is another operator."""
+    del seen, depth
+    return ("operator", type(value), str(value), definition_of(value))
+
+
 def _owner(value: Any) -> Any:
     owner = getattr(value, "__self__", None)
     return None if isinstance(owner, types.ModuleType) else owner
@@ -387,5 +396,6 @@ _BY_TYPE: tuple[tuple[Any, Callable[[Any, dict[int, int], int], Hashable]], ...]
     ((types.MethodType,), _method),
     ((types.FunctionType,), _function),
     ((inspect.Signature,), _signature),
-    ((types.BuiltinFunctionType, types.MethodDescriptorType, type(torch.ops.aten.add)), _builtin),
+    ((types.BuiltinFunctionType, types.MethodDescriptorType), _builtin),
+    (OPERATORS, _operator),
 )

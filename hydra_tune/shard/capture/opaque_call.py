@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hydra_tune.errors import CaptureError
-from hydra_tune.shard.analysis.random_ops import draws_with
+from hydra_tune.shard.analysis.random_ops import draws_with, hides_draws
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _LITERALS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy"})
@@ -45,11 +45,12 @@ class OpaqueCall:
         reads_state: whether the Function reads Python state, which may have changed before a batch that waits is run.
         keeps_tensors: whether the Function may keep tensors beside those of `save_for_backward`. Nobody could move such
             tensors between a forward unit and its backward unit, so the backward unit computes the forward again.
+        may_draw: whether the Function calls operators that `hides_draws` (`shard/analysis/random_ops.py`) names.
     """
 
     def __init__(self, function: type[Function], arguments: Sequence[object]) -> None:
         self.function = function
-        self.is_single = self.reads_state = self.keeps_tensors = False
+        self.is_single = self.reads_state = self.keeps_tensors = self.may_draw = False
         self.is_tensor: tuple[bool, ...] = ()
         self._arguments = tuple(arguments)
         # Code made of a graph calls the object by this name.
@@ -67,7 +68,7 @@ class OpaqueCall:
         if tuple(isinstance(result, Tensor) for result in results) != self.is_tensor:
             raise CaptureError(f"{self} returns None in place of a tensor only on some devices or for some values")
         outputs = [result for result in results if result is not None]
-        if not self.keeps_tensors and any(_keeps_tensors(o.grad_fn) for o in outputs if o.requires_grad):
+        if not self.keeps_tensors and any(keeps_tensors(o.grad_fn) for o in outputs if o.requires_grad):
             # Between two units the tensor would stay where it is, and its memory may be given to others.
             raise CaptureError(
                 f"{self} keeps a tensor in its context only on some devices or for some values; give it to save_for_backward"
@@ -134,11 +135,12 @@ def opaque_call(function: type[Function], arguments: Sequence[object], keywords:
         call.is_tensor = tuple(output is not None for output in results)
         outputs = [output for output in results if output is not None]
         starts = [output for output in outputs if output.requires_grad]
-        call.keeps_tensors = any(_keeps_tensors(start.grad_fn) for start in starts)
+        call.keeps_tensors = any(keeps_tensors(start.grad_fn) for start in starts)
         gradients = [torch.empty_like(start) for start in starts]
         watch.know(*gradients)
         with watch:
             torch.autograd.grad(starts, [leaf for leaf in leaves if leaf.requires_grad], gradients, allow_unused=True)
+    call.may_draw = watch.may_draw
     return call
 
 
@@ -148,6 +150,7 @@ class _ArgumentWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[int, Any] = {}  # storages by identity; kept alive, because identities are given again
+        self.may_draw = False
         self.know(*arguments)
         self._given = frozenset(self._known)
 
@@ -162,7 +165,8 @@ class _ArgumentWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name  # noqa: SLF001
-        if draws_with(func, args, kwargs):
+        self.may_draw |= hides_draws(func)
+        if draws_with(func, args, kwargs) and not hides_draws(func):
             raise NotOpaqueError(f"it draws random numbers ({name})")
         for position, argument in enumerate(func._schema.arguments):  # noqa: SLF001
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -190,7 +194,7 @@ def _identity(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the storage's identity
 
 
-def _keeps_tensors(node: object) -> bool:
+def keeps_tensors(node: object) -> bool:
     """Whether an attribute of a Function's context may hold a tensor."""
     return not isinstance(node, BackwardCFunction) or not all(_is_plain(value) for value in vars(node).values())
 

@@ -528,6 +528,8 @@ class ShardPilot:
             with forward_tracker:
                 outputs, tape = compute.taped_forward(shard, operands, self._needs_gradient(shard))
             del outputs
+            if tape.keeps_more:
+                return None
             storages = tape.settle()
             sizes = [self._size(storage) for storage in storages.values()]
             # A second tracker: the backward frees storages made in the forward, and the two peaks are wanted apart.

@@ -25,9 +25,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hydra_tune.shard.capture.opaque_call import keeps_tensors
 from hydra_tune.shard.capture.step_module import Objective, loss_itself
 from hydra_tune.shard.execute.saved_activations import KeptActivations
 from hydra_tune.shard.partition.subgraph import ShardGraph
@@ -142,6 +144,12 @@ class ShardTape:
         # An edge keeps the graph alive without the memory of the output.
         self._outputs = {name: get_gradient_edge(output) for name, output in outputs.items()}
         self._saved = saved
+
+    @property
+    def keeps_more(self) -> bool:
+        """Whether a custom operator's context keeps a tensor beside those saved by the graph."""
+        nodes = backward_nodes(*(edge.node for edge in self._outputs.values()))
+        return any(isinstance(node, BackwardCFunction) and keeps_tensors(node) for node in nodes)
 
     def settle(self) -> dict[int, Tensor]:
         """Release all memory of the tape after the forward unit.
@@ -293,14 +301,14 @@ def rounds_otherwise_under_modes(root: Tensor) -> bool:
 
     So do the gradients of `prod`, and of `masked_fill` with a tensor as value.
     """
-    return any(node.name().startswith(("ProdBackward", "MaskedFillBackward1")) for node in backward_nodes(root))
+    return any(node.name().startswith(("ProdBackward", "MaskedFillBackward1")) for node in backward_nodes(root.grad_fn))
 
 
-def backward_nodes(root: Tensor) -> Iterator[Any]:
-    """Iterate over the nodes of a tensor's autograd graph, each once, in no particular order."""
+def backward_nodes(*roots: Any) -> Iterator[Any]:
+    """Iterate over the nodes of an autograd graph that begins at some nodes, each once, in no particular order."""
     visited: set[Any] = {None}
     # A list and not a recursion, because a graph may be deeper than Python's stack.
-    unvisited: list[Any] = [root.grad_fn]
+    unvisited = list(roots)
     while unvisited:
         node = unvisited.pop()
         if node in visited:

@@ -22,6 +22,9 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 OF_THE_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
 """Names of `os` that read or set variables of the environment."""
@@ -35,6 +38,18 @@ _ALWAYS = frozenset(
 )
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _STANDARD = frozenset(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+
+
+OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator, CustomOpDef)
+"""Classes of torch's operators: a graph calls an operator and never looks inside, so the operator's caches are no values."""
+_Operator = OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrderOperator | CustomOpDef
+
+
+def definition_of(operator: _Operator) -> CustomOpDef | None:
+    """Return the Python functions behind an operator of `torch.library.custom_op`; None for other operators."""
+    if isinstance(operator, CustomOpDef):
+        return operator
+    return OPDEFS.get(str(operator).replace(".", "::", 1).partition(".")[0])
 
 
 def is_installed(module: str | None) -> bool:

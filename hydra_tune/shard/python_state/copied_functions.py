@@ -17,6 +17,7 @@ from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodTyp
 from typing import Any
 
 from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS
 
 from hydra_tune.shard.python_state.code_names import global_names, is_installed
 
@@ -62,6 +63,8 @@ def functions_copied(model: nn.Module, memo: Mapping[int, Any]) -> Iterator[dict
     cells = [value for value in holding.values() if isinstance(value, CellType)]
     functions = [value for value in holding.values() if isinstance(value, FunctionType)]
     memo = _FunctionMemo(memo, [value for value in holding.values() if isinstance(value, MethodType)])
+    # `copy.deepcopy` fails at a custom operator, which all models share.
+    memo.update((id(operator), operator) for operator in list(OPDEFS.values()))
     # Functions that share a variable go on sharing the variable.
     memo.update((id(cell), CellType()) for cell in cells)
     for function in functions:

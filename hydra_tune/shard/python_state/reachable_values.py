@@ -48,7 +48,7 @@ from torch.utils.data import DataLoader
 
 from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard.python_state.cached_results import NotedCache, results_of
-from hydra_tune.shard.python_state.code_names import is_extension, is_installed
+from hydra_tune.shard.python_state.code_names import OPERATORS, definition_of, is_extension, is_installed
 from hydra_tune.shard.python_state.code_walk import ALL_MISSING, INTERNALS, CodeWalk
 from hydra_tune.shard.python_state.tensor_contents import (
     MAX_DATA_BYTES,
@@ -446,6 +446,14 @@ class ReachableValues(CodeWalk):
         """A function written in C, which may be a method of an object."""
         self.visit(getattr(function, "__self__", None), label, depth, library)
 
+    def _operator(self, operator: Any, label: str, depth: int, library: int) -> None:
+        """An operator of torch: the Python functions that a user has given."""
+        definition = definition_of(operator)
+        for name, content in () if definition is None else vars(definition).items():
+            for function in content.values() if isinstance(content, dict) else (content,):
+                if isinstance(function, types.FunctionType):
+                    self.visit(function, f"{label}.{name}", depth, library)
+
     def _plain(self, value: Any, label: str, depth: int, library: int) -> None:
         """A member of an enum, or a number or text of a class of its own."""
         if isinstance(value, enum.Enum):
@@ -557,6 +565,7 @@ _BY_CODE: dict[type, Callable[..., None]] = {
 _BY_TYPE: tuple[tuple[Any, Callable[..., None]], ...] = (
     (weakref.ProxyTypes, ReachableValues._proxy),  # noqa: SLF001 - asked for its class, a proxy answers for another object
     (nn.Module, ReachableValues._module),  # noqa: SLF001
+    (OPERATORS, ReachableValues._operator),  # noqa: SLF001
     (Tensor, ReachableValues._tensor),  # noqa: SLF001
     (functools.partial, ReachableValues._partial),  # noqa: SLF001
     ((operator.attrgetter, operator.methodcaller), ReachableValues._getter),  # noqa: SLF001

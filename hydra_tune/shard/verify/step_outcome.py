@@ -245,13 +245,18 @@ def run_eager(
 
 
 def _own_functions(loss: Tensor) -> frozenset[type]:
-    """Functions in a loss's autograd graph with a backward in Python; a capture resolves reentrant checkpoints."""
+    """Functions in a loss's autograd graph with a backward in Python.
+
+    Without reentrant checkpoints, which a capture resolves, and backwards that custom operators register, which come with
+    the operators.
+    """
     functions: set[type] = {
         node._forward_cls  # type: ignore[attr-defined]  # noqa: SLF001
-        for node in backward_nodes(loss)
+        for node in backward_nodes(loss.grad_fn)
         if isinstance(node, torch.autograd.function.BackwardCFunction)
     }
-    return frozenset(functions - {CheckpointFunction})
+    own = functions - {CheckpointFunction}
+    return frozenset(function for function in own if function.__module__ != "torch._library.autograd")
 
 
 def refuse_sparse(gradients: dict[str, Tensor]) -> None:

@@ -387,6 +387,24 @@ def test_the_default_dtype_is_in_the_key():
         torch.set_default_dtype(torch.float32)
 
 
+class HoldsAMethod(nn.Module):
+    """Keeps a method of its child, as a PEFT model keeps a method of the model that it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(600, 600)  # more than the largest tensor whose contents are in a key
+        self.earlier_forward = self.inner.forward
+
+    def forward(self, x):
+        return self.earlier_forward(x)
+
+
+def test_a_model_that_keeps_a_method_of_its_child_has_a_key():
+    first = key(HoldsAMethod())
+    assert first is not None
+    assert first == key(HoldsAMethod()), "the child's weights are no constants"
+
+
 class Ranked(torch.optim.SGD):
     def __init__(self, params, rank):
         super().__init__(params, lr=0.1)
