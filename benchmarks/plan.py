@@ -89,12 +89,12 @@ def trained(make: Any, task: TrainTask, units_per_step: int) -> Counted:
 
 
 def _steps(units: list[dict[str, Any]], units_per_step: int) -> Iterator[tuple[int, int]]:
-    """When each step has begun and ended, by the ends of last units; without those that come after an evaluation."""
+    """When each step has begun and ended, by the ends of last units; without those that come after an evaluation or a burst."""
     ends: list[int | None] = []
     count = 0
     for unit in sorted(units, key=lambda unit: unit["end_ns"]):
-        if unit["kind"] == "evaluate":
-            assert not count, "an evaluation in the middle of a step"
+        if unit["kind"] in ("evaluate", "burst"):  # a burst runs the trial's own code, here before the first step
+            assert not count, f"{unit['kind']} in the middle of a step"
             ends.append(None)
             continue
         count += 1

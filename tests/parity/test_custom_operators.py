@@ -50,7 +50,7 @@ def doubled(x: Tensor) -> Tensor:
 
 
 def squashed(x: Tensor) -> Tensor:
-    return torch.from_numpy(np.tanh(x.detach().numpy()))
+    return torch.from_numpy(np.tanh(x.detach().float().numpy())).to(x.dtype)
 
 
 def kept(x: Tensor) -> Tensor:
@@ -123,7 +123,9 @@ def trained(model: Any, shards: int = 3, **changes: Any) -> Way:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
-    "changes", [{}, {"accumulate": 2}, {"activations": "keep"}, {"activations": "recompute"}], ids=str
+    "changes",
+    [{}, {"accumulate": 2}, {"precision": "bfloat16"}, {"activations": "keep"}, {"activations": "recompute"}],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_with_an_operator_is_cut(kind, changes):

@@ -16,7 +16,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hydra_tune.shard.analysis.random_ops import body_of, draws_random_numbers
+from hydra_tune.shard.analysis.random_ops import body_of, draws_random_numbers, is_foreign
 
 _COUNTED = frozenset(
     # Random primitives that move the generator by the same distance for any values and any state of the generator.
@@ -66,8 +66,8 @@ class CountedRandomOpFinder(fx.Interpreter):
         primitives = _RandomPrimitiveRecorder()
         with primitives:
             result = super().run_node(n)
-        # An operator with code of a user draws where no fake tensor comes.
-        if primitives.drawing and primitives.drawing <= _COUNTED:
+        # On fake tensors an operator of another library runs no code that draws.
+        if primitives.drawing <= _COUNTED and not is_foreign(n.target):
             self._draws.counted.add(n)
         return result
 

@@ -25,6 +25,7 @@ from hydra_tune.shard.execute import compute
 from hydra_tune.shard.execute.compute import ShardOperands
 from tests.parity.registry import ENTRIES, Spec, build
 from tests.parity.test_fusion import in_float64
+from tests.support.kernels import has_lstm_in
 from tests.unit.shard.bench import analysed, first_batch, seeded, task_of
 
 aten: Any = torch.ops.aten
@@ -38,7 +39,7 @@ NEVER = {
     ("moving_average", "bfloat16"),
     ("moving_average", "float16"),
     ("normalizations", "float16"),
-    ("lstm", "float16"),
+    *(("lstm", precision) for precision in LOW if not has_lstm_in(precision)),
 }
 FAST = ("mlp", "cnn", "gpt2", "lstm")
 

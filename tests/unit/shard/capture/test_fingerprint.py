@@ -405,6 +405,18 @@ def test_a_model_that_keeps_a_method_of_its_child_has_a_key():
     assert first == key(HoldsAMethod()), "the child's weights are no constants"
 
 
+def test_a_deep_model_has_a_key():
+    def nested():
+        model = nn.Linear(2, 2)
+        for _ in range(30):
+            model = nn.Sequential(model)
+        return model
+
+    first = key(nested())
+    assert first is not None
+    assert first == key(nested())
+
+
 class Ranked(torch.optim.SGD):
     def __init__(self, params, rank):
         super().__init__(params, lr=0.1)
