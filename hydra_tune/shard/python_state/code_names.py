@@ -2,7 +2,8 @@
 
 `shard/capture/fingerprint.py`, `code_walk.py` and `copied_functions.py` follow the user's code from function to function by
 these names; `state_guard.py` and `train/state/model_state.py` ask for the names that a function mentions.
-`reachable_values.py` asks for installed and for extension classes, and `shard/capture/step_capture.py` for installed modules.
+`reachable_values.py` asks for installed and for extension classes, `shard/capture/step_capture.py` for installed modules, and
+`reachable_values.py` and `fingerprint.py` for operators.
 Of the integrations, `integrations/hydra_tune_transformers/own_loss.py` asks for globals, and
 `integrations/hydra_tune_lightning/validation_end.py` for installed modules. The answer of `is_extension` is kept as long as
 the class. Most other answers are kept in caches of the process, by code object or by name of a package, so a kept answer must
@@ -38,8 +39,6 @@ _ALWAYS = frozenset(
 )
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _STANDARD = frozenset(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
-
-
 OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator, CustomOpDef)
 """Classes of torch's operators: a graph calls an operator and never looks inside, so the operator's caches are no values."""
 _Operator = OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrderOperator | CustomOpDef
