@@ -90,6 +90,12 @@ UNKNOWN = operator(unknown, passes_on, saves_nothing, has_fake=False)
 OVERLOAD = torch.ops.hydra_tests.doubled.default
 GELU = torch.ops.aten.gelu.default
 
+
+def within_range(_: Any, x: Tensor) -> Tensor:
+    with torch.profiler.record_function("range"):
+        return x.relu()
+
+
 KINDS = {
     "an operator": lambda _, x: DOUBLED(x),
     "its overload": lambda _, x: OVERLOAD(x),
@@ -97,6 +103,7 @@ KINDS = {
     "by its name": lambda _, x: torch.ops.hydra_tests.doubled(x),
     "numpy": lambda _, x: SQUASHED(x),
     "a tensor in its context": lambda _, x: KEPT(x),
+    "a range of the profiler": within_range,
     "draws": lambda _, x: MASKED(x),
 }
 

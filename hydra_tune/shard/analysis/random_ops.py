@@ -33,7 +33,7 @@ _DROPOUT_SWITCHES = {
     "aten::rnn_tanh": (("dropout", 0.0), ("train", False)),
     "aten::rnn_relu": (("dropout", 0.0), ("train", False)),
 }
-_TAGGED = frozenset({"aten", "prims", "prim", "quantized", "torchvision"})
+_TAGGED = frozenset({"aten", "prims", "prim", "profiler", "quantized", "torchvision"})
 """Namespaces whose operators have torch's tag if they draw. Other operators may draw without the tag."""
 
 

@@ -120,7 +120,10 @@ class StepOutcome:
 
 
 class StepOperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the computing operators by name: views, and operators without arithmetic (`_NO_ARITHMETIC`), are left out."""
+    """Notes the computing operators by name.
+
+    Views, operators without arithmetic (`_NO_ARITHMETIC`) and a profiler's marks are left out.
+    """
 
     def __init__(self, recorder: BatchGuardRecorder | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -134,7 +137,7 @@ class StepOperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         name = func._schema.name  # noqa: SLF001
         self._count += 1
-        if not func.is_view and name not in _NO_ARITHMETIC:
+        if not func.is_view and name not in _NO_ARITHMETIC and func.namespace != "profiler":
             form = _form_of_attention(func, args, kwargs or {}) if "attention" in name else ""
             # By call, because some calls of an operator may serve only questions, and `seen` leaves these out.
             self._numbers.setdefault(name + form, set()).add(self._count)
