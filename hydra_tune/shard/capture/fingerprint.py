@@ -19,6 +19,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import logging
 import os
 import types
 import weakref
@@ -45,6 +46,8 @@ from hydra_tune.shard.python_state.code_names import (
 from hydra_tune.shard.python_state.value_holder import PLAIN, buffer_facts
 from hydra_tune.task import TrainTask
 
+_FIELDS = (types.MemberDescriptorType, type(vars(collections.namedtuple("_Single", "field"))["field"]))  # noqa: PYI024
+"""Classes of the descriptors of slots, and of the fields of named tuples."""
 _COMPILED = "_torchdynamo_orig_callable"
 """Attribute in which `torch.compile` keeps the function that its result computes."""
 _MAX_DEPTH = 12
@@ -164,7 +167,7 @@ def _member(member: Any, seen: dict[int, int], depth: int) -> Hashable:
     """Attribute of a class: code, or a constant that the code may read."""
     if isinstance(member, property):
         return tuple(_value(part, seen, depth) for part in (member.fget, member.fset))
-    if isinstance(member, types.MemberDescriptorType):
+    if isinstance(member, _FIELDS):
         return "slot"
     return _value(getattr(member, "__func__", member), seen, depth)
 
@@ -372,6 +375,12 @@ def _constant_module(value: nn.Module, seen: dict[int, int], depth: int) -> Hash
     return _module(value, seen, depth, contents=True)
 
 
+def _logger(value: logging.Logger, seen: dict[int, int], depth: int) -> Hashable:
+    """A logger, whose handlers and levels decide no number."""
+    del seen, depth
+    return (logging.Logger, value.name)
+
+
 def _range(value: range, seen: dict[int, int], depth: int) -> Hashable:
     del seen, depth
     return (range, value.start, value.stop, value.step)
@@ -398,4 +407,5 @@ _BY_TYPE: tuple[tuple[Any, Callable[[Any, dict[int, int], int], Hashable]], ...]
     ((inspect.Signature,), _signature),
     ((types.BuiltinFunctionType, types.MethodDescriptorType), _builtin),
     (OPERATORS, _operator),
+    ((logging.Logger,), _logger),
 )

@@ -8,8 +8,10 @@ import enum
 import functools
 import inspect
 import io
+import logging
 import types
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -385,6 +387,26 @@ def test_the_default_dtype_is_in_the_key():
         assert key(model) != before
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+LOGGER = logging.getLogger(__name__)
+
+
+def log_and_pair(module, batch):
+    LOGGER.debug("a step of %s", module)
+    pair = Pair(module(batch[0]), batch[1])
+    return functional.mse_loss(pair.first, pair.second)
+
+
+def test_a_step_that_logs_and_returns_named_tuples_has_a_key():
+    first = key(Net(), step=log_and_pair)
+    assert first is not None
+    assert first == key(Net(), step=log_and_pair)
 
 
 class HoldsAMethod(nn.Module):
