@@ -3,7 +3,7 @@
 `shard/capture/fingerprint.py`, `code_walk.py` and `copied_functions.py` follow the user's code from function to function by
 these names; `state_guard.py` and `train/state/model_state.py` ask for the names that a function mentions.
 `reachable_values.py` asks for installed and for extension classes, `shard/capture/step_capture.py` for installed modules, and
-`reachable_values.py` and `fingerprint.py` for operators.
+`reachable_values.py` and `shard/capture/fingerprint.py` for operators.
 Of the integrations, `integrations/hydra_tune_transformers/own_loss.py` asks for globals, and
 `integrations/hydra_tune_lightning/validation_end.py` for installed modules. The answer of `is_extension` is kept as long as
 the class. Most other answers are kept in caches of the process, by code object or by name of a package, so a kept answer must
