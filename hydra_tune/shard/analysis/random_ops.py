@@ -60,7 +60,7 @@ def draws_with(operator: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapp
 
 def hides_draws(operator: OpOverload[..., Any]) -> bool:
     """Whether an operator has code of a user or of another library that may draw, and no tag of torch that says so."""
-    return operator.namespace not in _TAGGED and torch.Tag.nondeterministic_seeded not in operator.tags
+    return is_foreign(operator) and torch.Tag.nondeterministic_seeded not in operator.tags
 
 
 def is_foreign(target: object) -> bool:

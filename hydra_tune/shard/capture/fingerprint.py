@@ -34,8 +34,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from hydra_tune.shard.python_state.code_names import (
     IS_IMMUTABLE_TYPE,
     OF_THE_ENVIRONMENT,
-    OPERATORS,
-    definition_of,
     global_names,
     is_installed,
     is_package_code,
@@ -43,6 +41,7 @@ from hydra_tune.shard.python_state.code_names import (
     mentioned_names,
     stands_in_its_module,
 )
+from hydra_tune.shard.python_state.torch_operators import OPERATORS, definition_of
 from hydra_tune.shard.python_state.value_holder import PLAIN, buffer_facts
 from hydra_tune.task import TrainTask
 

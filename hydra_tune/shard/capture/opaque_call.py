@@ -165,8 +165,9 @@ class _ArgumentWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name  # noqa: SLF001
-        self.may_draw |= hides_draws(func)
-        if draws_with(func, args, kwargs) and not hides_draws(func):
+        if hides_draws(func):
+            self.may_draw = True
+        elif draws_with(func, args, kwargs):
             raise NotOpaqueError(f"it draws random numbers ({name})")
         for position, argument in enumerate(func._schema.arguments):  # noqa: SLF001
             value = args[position] if position < len(args) else kwargs.get(argument.name)

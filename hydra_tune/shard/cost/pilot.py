@@ -33,7 +33,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis, placeholders
-from hydra_tune.shard.capture.own_functions import opaque_calls
 from hydra_tune.shard.capture.step_capture import CapturedStepGraph, StateSpec
 from hydra_tune.shard.cost.workspace import with_workspace
 from hydra_tune.shard.execute import compute
@@ -518,8 +517,6 @@ class ShardPilot:
 
     def _run_keeping(self, shard: ShardGraph) -> "_KeepingRunBytes | None":
         """Measure a shard that keeps its activations; None if it cannot."""
-        if shard.code is not None and any(call.keeps_tensors for call in opaque_calls(shard.code)):
-            return None
         operands = self._operands(shard)
         incoming, handed = self._incoming(shard)
         forward_tracker, backward_tracker = StorageTracker(self._alignment), StorageTracker(self._alignment)

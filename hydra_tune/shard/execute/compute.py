@@ -147,7 +147,7 @@ class ShardTape:
 
     @property
     def keeps_more(self) -> bool:
-        """Whether a custom operator's context keeps a tensor beside those saved by the graph."""
+        """Whether the context of a custom operator or an own Function keeps a tensor beside those saved by the graph."""
         nodes = backward_nodes(*(edge.node for edge in self._outputs.values()))
         return any(isinstance(node, BackwardCFunction) and keeps_tensors(node) for node in nodes)
 

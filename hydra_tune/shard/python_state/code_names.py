@@ -2,8 +2,7 @@
 
 `shard/capture/fingerprint.py`, `code_walk.py` and `copied_functions.py` follow the user's code from function to function by
 these names; `state_guard.py` and `train/state/model_state.py` ask for the names that a function mentions.
-`reachable_values.py` asks for installed and for extension classes, `shard/capture/step_capture.py` for installed modules, and
-`reachable_values.py` and `shard/capture/fingerprint.py` for operators.
+`reachable_values.py` asks for installed and for extension classes, and `shard/capture/step_capture.py` for installed modules.
 Of the integrations, `integrations/hydra_tune_transformers/own_loss.py` asks for globals, and
 `integrations/hydra_tune_lightning/validation_end.py` for installed modules. The answer of `is_extension` is kept as long as
 the class. Most other answers are kept in caches of the process, by code object or by name of a package, so a kept answer must
@@ -23,9 +22,6 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch._library.custom_ops import OPDEFS, CustomOpDef
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 OF_THE_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
 """Names of `os` that read or set variables of the environment."""
@@ -39,16 +35,6 @@ _ALWAYS = frozenset(
 )
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _STANDARD = frozenset(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
-OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator, CustomOpDef)
-"""Classes of torch's operators: a graph calls an operator and never looks inside, so the operator's caches are no values."""
-_Operator = OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrderOperator | CustomOpDef
-
-
-def definition_of(operator: _Operator) -> CustomOpDef | None:
-    """Return the Python functions behind an operator of `torch.library.custom_op`; None for other operators."""
-    if isinstance(operator, CustomOpDef):
-        return operator
-    return OPDEFS.get(str(operator).replace(".", "::", 1).partition(".")[0])
 
 
 def is_installed(module: str | None) -> bool:

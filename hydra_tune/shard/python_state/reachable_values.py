@@ -48,7 +48,7 @@ from torch.utils.data import DataLoader
 
 from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard.python_state.cached_results import NotedCache, results_of
-from hydra_tune.shard.python_state.code_names import OPERATORS, definition_of, is_extension, is_installed
+from hydra_tune.shard.python_state.code_names import is_extension, is_installed
 from hydra_tune.shard.python_state.code_walk import ALL_MISSING, INTERNALS, CodeWalk
 from hydra_tune.shard.python_state.tensor_contents import (
     MAX_DATA_BYTES,
@@ -59,6 +59,7 @@ from hydra_tune.shard.python_state.tensor_contents import (
     sampled_bytes,
     writers_of,
 )
+from hydra_tune.shard.python_state.torch_operators import OPERATORS, definition_of
 from hydra_tune.shard.python_state.value_holder import (
     EXACT,
     MAX_LABELS,
