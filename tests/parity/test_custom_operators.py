@@ -96,6 +96,20 @@ def within_range(_: Any, x: Tensor) -> Tensor:
         return x.relu()
 
 
+class CallsMasked(torch.autograd.Function):
+    """Calls an operator that draws without saying so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.ops.hydra_tests.masked(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (ctx.saved_tensors[0] != 0)
+
+
 KINDS = {
     "an operator": lambda _, x: DOUBLED(x),
     "its overload": lambda _, x: OVERLOAD(x),
@@ -104,6 +118,7 @@ KINDS = {
     "numpy": lambda _, x: SQUASHED(x),
     "a tensor in its context": lambda _, x: KEPT(x),
     "a range of the profiler": within_range,
+    "draws within a Function": lambda _, x: CallsMasked.apply(x),
     "draws": lambda _, x: MASKED(x),
 }
 
