@@ -224,7 +224,7 @@ class CodeWalk(abc.ABC):
             ],
             lambda: [
                 *map(content_of, cells),
-                *(space.get(name, MISSING) for name in names),
+                *map(space.get, names, ALL_MISSING),
                 function.__code__,
                 function.__defaults__,
                 function.__kwdefaults__,

@@ -157,7 +157,8 @@ class ReachableValues(CodeWalk):
             lambda: [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()],
         )
         self._hold(
-            ["the hooks of all modules"], lambda: [hook for registry in registries for hook in registry.values()]
+            ["the hooks of all modules"],
+            lambda: [*itertools.chain.from_iterable(map(dict.values, registries))],
         )
         if not self._is_lenient and any(registries):
             raise CaptureError(

@@ -50,6 +50,7 @@ from torch.optim import Optimizer
 
 from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard.python_state.code_names import is_installed, mentioned_names, reads_value
+from hydra_tune.shard.python_state.model_snapshot import ModelSnapshot
 from hydra_tune.shard.python_state.opened_files import FileHolder
 from hydra_tune.shard.python_state.reachable_values import walked
 from hydra_tune.shard.python_state.value_holder import Undo, ValueHolder, write_environment
@@ -65,6 +66,7 @@ _GRADIENT_FUNCTIONS = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_gr
 _OPTIMIZERS = frozenset(
     name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"
 )
+_MAX_SNAPSHOTS = 8  # of a model, taken by a guard
 _OF_THE_PROCESS = ("the global ", "the environment")  # labels of values that functions of all trials may name
 
 
@@ -86,7 +88,17 @@ class PythonStateGuard:
             or holds another name for the memory of a parameter.
     """
 
-    __slots__ = ("_caches", "_holders", "_inputs", "_mode_of_model", "asks_types")
+    __slots__ = (
+        "_caches",
+        "_holders",
+        "_inputs",
+        "_mode_of_model",
+        "_module",
+        "_num_snapshots",
+        "_outside",
+        "_snapshot",
+        "asks_types",
+    )
 
     def __init__(
         self,
@@ -105,6 +117,11 @@ class PythonStateGuard:
                 "cut or fused trains; read the parameter from the module in each step instead"
             )
         self._holders, self._caches, self.asks_types = walk.holders, walk.caches, walk.asks_types
+        # Dicts and lists in a module's attributes have holders with an owner.
+        self._outside = [holder for holder in walk.holders if holder.owner or not holder.is_of_model]
+        self._module = module
+        self._snapshot: ModelSnapshot | None = None
+        self._num_snapshots = 0
         is_training = mode == "train"
         # A model in the other mode is switched before its step, and then all its parts have the mode.
         self._mode_of_model = None if module.training == is_training else is_training
@@ -119,7 +136,9 @@ class PythonStateGuard:
 
     def watch(self, files: Iterable[FileHolder]) -> None:
         """Add the files that the captured step has read."""
-        self._holders += [file for file in files if file not in self._holders]
+        added = [file for file in files if file not in self._holders]
+        self._holders += added
+        self._outside += added
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -182,10 +201,15 @@ class PythonStateGuard:
             by_step: whether the step alone has run since. A tensor, or None, in the place of another tensor is then no change
                 of an attribute of the model, and results that cached functions have kept are none.
         """
-        for holder in self._holders:
-            is_left_out = beside_model and holder.is_of_model and not holder.owner
-            if not is_left_out and (name := holder.change(by_step=by_step)) is not None:
+        is_known = not by_step and self._snapshot is not None and self._snapshot.holds()
+        # Taken before the look: the next look sees any later change. Of a model whose numbers change, no snapshot holds.
+        takes = not (by_step or beside_model or is_known) and self._num_snapshots < _MAX_SNAPSHOTS
+        taken = ModelSnapshot(self._module) if takes else None
+        for holder in self._outside if beside_model or is_known else self._holders:
+            if (name := holder.change(by_step=by_step)) is not None:
                 return name
+        if taken is not None:
+            self._snapshot, self._num_snapshots = taken, self._num_snapshots + 1
         return None
 
     def kept(self) -> set[str]:

@@ -44,6 +44,7 @@ from hydra_tune.shard.python_state.state_guard import (
     check_own_copy,
     reached,
 )
+from hydra_tune.shard.python_state.value_holder import ValueHolder
 from tests.unit.shard.bench import task_of
 
 
@@ -296,24 +297,59 @@ def test_attributes_of_a_class_are_put_back():
     assert Settings.shared == 1.0
 
 
+@pytest.mark.parametrize("num_looks", [0, 2])
 @pytest.mark.parametrize(
     ("change", "name"),
     [
         (lambda m: setattr(m[1], "p", 0.5), "module.1.p"),
+        (lambda m: setattr(m[1], "inplace", 0), "module.1.inplace"),  # equal to False
+        (lambda m: delattr(m[1], "p"), "module.1.p"),
+        (lambda m: setattr(m[1], "rate", vars(m[1]).pop("p")), "module.1.p"),
         (lambda m: m[1].eval(), "the mode of module.1"),
         (lambda m: m[0].requires_grad_(False), "of module.0"),
         (lambda m: m.__setitem__(1, nn.Tanh()), "of module"),
         (lambda m: m[0].register_forward_hook(lambda *_: None), "of module.0"),
         (lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(4, 4))), "of module.0"),
         (lambda m: setattr(m[0], "forward", m[0].forward), "module.0.forward"),
+        (lambda m: m.append(nn.Tanh()), "of module"),
+        (lambda m: m[0].register_buffer("mask", torch.ones(1)), "of module.0"),
+        (lambda m: m[1].register_forward_pre_hook(lambda *_: None), "of module.1"),
+        (lambda m: setattr(m[1], "__class__", nn.AlphaDropout), "the forward of module.1"),
     ],
 )
-def test_changes_of_the_model(change, name):
+def test_changes_of_the_model(change, name, num_looks):
     module = net()
     guard = guard_of(reading(None), module)
+    for _ in range(num_looks):
+        assert guard.change() is None
     change(module)
     assert guard.change(beside_model=True) is None
     assert guard.change().endswith(name)
+
+
+@pytest.mark.parametrize("num_looks", [0, 2])
+def test_another_forward_of_a_class(num_looks, monkeypatch):
+    guard = guard_of(reading(None))
+    for _ in range(num_looks):
+        assert guard.change() is None
+    monkeypatch.setattr(nn.Dropout, "forward", nn.AlphaDropout.forward)
+    assert guard.change() == "the forward of module.1"
+
+
+def test_a_look_at_an_unchanged_model_reads_no_module_by_itself(monkeypatch):
+    module = net()
+    guard = guard_of(reading(None), module)
+    assert guard.change() is None
+    looked_at = []
+    change = ValueHolder.change
+    monkeypatch.setattr(ValueHolder, "change", lambda self, **kinds: (looked_at.append(self), change(self, **kinds))[1])
+    assert guard.change() is None
+    assert not any(holder.is_of_model for holder in looked_at)
+    module[1].p = float("0.1")  # another object
+    for number in (1, 0):
+        looked_at.clear()
+        assert guard.change() is None
+        assert sum(holder.is_of_model for holder in looked_at) == number * 3
 
 
 def test_a_tensor_that_the_model_keeps_for_others_is_no_change_by_the_step():
