@@ -86,7 +86,7 @@ check: lint types imports test   ## what a commit has to pass; .ci/run is this o
 
 docs: .venv/.dev            ## the site in build/site, with warnings as errors; runs every block of code of the guides
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
-	$(BIN)/python -m pytest -q tests/docs -n 2
+	$(BIN)/python -m pytest -q tests/docs -n 2 --dist worksteal
 
 links: .venv/.dev           ## follows the site's links to other sites
 	$(BIN)/python -m sphinx -q -b linkcheck docs build/links

@@ -183,6 +183,7 @@ def test_an_interrupt_raised_in_training_cancels_the_running_trials(pool, jobs):
     assert [job.state for job in jobs] == ["cancelled"] * (WIDTH - 1) + ["failed"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("error", [RuntimeError("broken callback"), KeyboardInterrupt()], ids=repr)
 def test_what_a_callback_raises_cancels_and_fails_the_running_trials(error, pool, jobs):
     def objective(trial):
@@ -339,6 +340,7 @@ def test_a_grid_is_searched_once_however_wide_the_pool(fails, kind):
     assert states(study) == ["FAIL" if fails else "COMPLETE"] * 6
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("exhaustive", ["grid", "brute force"])
 def test_what_a_callback_enqueues_is_run_though_all_points_are_in_flight(exhaustive, pool):
     samplers = {

@@ -101,6 +101,7 @@ def assert_same(result, described):
     assert [name for name, tensor in result.state_dict().items() if not tensor.equal(state[name])] == []
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("after_step", [average, clamp])
 @pytest.mark.parametrize("changes", [{}, pytest.param({"accumulate": 4}, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("way", WAYS)
@@ -225,6 +226,7 @@ def wide():
     return nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(128, 128), nn.Tanh())), nn.Linear(128, 3))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("scheduler", [Shrinking, ShrinkingAlone])
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_a_scheduler_that_writes_weights_writes_those_of_a_cut_model(interval, scheduler):

@@ -189,6 +189,7 @@ def test_a_sweep_in_memory_is_known_by_its_log_alone(project):
     assert (refused.exit_code, "was in memory" in refused.stderr) == (2, True)
 
 
+@pytest.mark.cases(1 / 3)
 def test_ctrl_c_says_what_running_trials_have_reached_and_how_to_go_on(project):
     project.change("width: {values: [8, 16]}", "width: {values: [8, 16]}\n  epochs: {value: 1000000}")
     with started(project, "--no-live") as process:
@@ -220,6 +221,7 @@ def objective(trial):
     return x * trial.suggest_categorical("sign", [1, -1])
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_study_by_stock_optuna_is_read_drawn_and_left_as_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     storage = "sqlite:///stock.db"
@@ -308,6 +310,7 @@ def test_the_study_of_a_new_sweep_has_the_name_of_the_folder(tmp_path, monkeypat
     assert len({line.index("#") for line in text.splitlines() if line.startswith(("task:", "name:", "method:"))}) == 1
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_new_sweep_is_checked_and_runs_as_it_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert call("init", "first").exit_code == 0

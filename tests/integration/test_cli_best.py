@@ -113,6 +113,7 @@ def test_what_cannot_be_had_is_said_and_nothing_is_written(swept, best, tmp_path
     assert not (swept[0].folder / "nowhere.db").exists()
 
 
+@pytest.mark.cases(1 / 3)
 def test_export_writes_trials_pictures_and_the_best_weights(swept, best, tmp_path):
     folder = tmp_path / "results" / "of-first"
     done = exported("space.yaml", "--out", folder)

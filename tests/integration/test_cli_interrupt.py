@@ -55,6 +55,7 @@ def assert_nothing_left(group):
         os.killpg(group, 0)
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_without_a_terminal(project, number):
     with project.start() as process:

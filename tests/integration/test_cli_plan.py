@@ -104,6 +104,7 @@ def test_which_have_the_same_architecture(folder):
     assert done.stdout.splitlines()[-1] == f"same architecture: {', '.join(alike)}"
 
 
+@pytest.mark.cases(1 / 3)
 def test_who_could_be_computed_together_is_said_with_what_it_gains_and_why_others_could_not(folder):
     model = folder / f"{MODULE}.py"
     changed = "train=partial(one, 0), split_batches=2 if width == 256 else 1,"
@@ -223,6 +224,7 @@ def test_a_number_of_pieces_that_was_chosen_is_shown_with_its_reason(folder):
     assert "split" not in trial
 
 
+@pytest.mark.cases(1 / 3)
 def test_all_of_a_grid_are_planned_and_said_once_what_is_the_same_in_all(folder):
     rates = ", ".join(f"0.{number}" for number in range(1, 10))
     change(folder, "lr: {distribution: log_uniform_values, min: 1e-5, max: 0.1}", f"lr: {{values: [{rates}]}}")
@@ -248,6 +250,7 @@ def test_gpus_that_are_not_here_are_stood_for_and_it_is_said(folder):
     assert found["trials"][0]["shapes_only"] is False
 
 
+@pytest.mark.cases(1 / 3)
 def test_profile_shows_where_a_steps_memory_is_and_what_less_would_cost(folder):
     (folder / "space.yaml").write_text(SPACE.replace("values: [16, 256]", "value: 16"))
     given = ("--trials", "2", "--profile-trials", "3")

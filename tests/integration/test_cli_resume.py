@@ -83,6 +83,7 @@ def whole(tmp_path_factory):
     return found
 
 
+@pytest.mark.cases(1 / 3)
 def test_sigterm_and_resume(tmp_path, whole):
     project = project_in(tmp_path / "project")
     printed = interrupt(project, signal.SIGTERM)

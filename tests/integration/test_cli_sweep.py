@@ -40,7 +40,7 @@ def test_lines_table_and_totals_at_80_columns(project):
     assert any(line.startswith("units saved by pruning: 0") for line in table)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize(("target", "code"), [("/dev/full", 1), ("&-", 0)])
 def test_a_sweep_goes_on_where_its_lines_cannot_be_written(project, target, code):
     model = project.folder / "model.py"

@@ -46,6 +46,7 @@ def compiled_frames():
 ALL_AT_ONCE = {"precision": "bfloat16", "accumulate": 2, "max_grad_norm": 0.1}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("cut", "changes"),
     [

@@ -70,7 +70,7 @@ def assert_as_plain(project, plain, report, numbers):
         assert list(differences(plain[number], load_tensors(path)[0])) == []
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize(
     ("way", "how", "devices"),
     [
@@ -119,6 +119,7 @@ def waiting(project, *arguments):
         yield process, child
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_process_that_is_killed_from_outside_is_begun_again(tmp_path, plain):
     project = project_in(tmp_path, "wait")
     with waiting(project) as (process, child):
@@ -136,6 +137,7 @@ def test_a_process_that_is_killed_from_outside_is_begun_again(tmp_path, plain):
     assert_as_plain(project, plain, report, set(range(NUM_TRIALS)))
 
 
+@pytest.mark.cases(1 / 3)
 def test_no_process_outlives_its_supervisor(tmp_path, plain):
     project = project_in(tmp_path, "wait")
     with waiting(project) as (process, child):
@@ -172,6 +174,7 @@ def test_a_process_that_crashes_before_any_trial_is_not_begun_for_ever(tmp_path)
     assert "the process is not restarted, because it crashes whichever trials are set aside" in done.stderr
 
 
+@pytest.mark.cases(1 / 3)
 def test_no_isolate_leaves_the_sweep_in_the_process_of_the_command(tmp_path):
     project = project_in(tmp_path, "exit")
     assert project.run("--no-isolate").returncode == 0  # what the trial has given os._exit
@@ -205,6 +208,7 @@ def test_isolate_says_what_it_needs(tmp_path, old, new, why):
     assert not (project.folder / "trials.db").exists()
 
 
+@pytest.mark.cases(1 / 3)
 def test_trials_that_have_failed_in_this_run_are_not_replaced(tmp_path):
     """Every trial ends the process: each is set aside in its turn, and there are as many as the file says."""
     project = project_in(tmp_path, "fault")

@@ -42,6 +42,7 @@ def test_the_trials_of_the_small_space_are_computed_together(digits, tmp_path, m
     assert max(trial["value"] for trial in trials) > 0.8
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_models_learn(digits):
     assert train_plain(digits.build_cnn(epochs=4, channels=8)).metrics["val_acc"] > 0.8
     assert train_plain(digits.build_vit(epochs=4, width=48)).metrics["val_acc"] > 0.8

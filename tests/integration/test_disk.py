@@ -123,6 +123,7 @@ def host_bytes_seen(since):
     return sum(block.host.untyped_storage().nbytes() for block in blocks if block.host is not None)
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("devices", [pytest.param("cpu:1", marks=pytest.mark.slow), "cpu:2"])
 def test_a_trial_several_times_host_memory_is_exact(tmp_path, devices):
     assert state_bytes() > 4 * HOST_BYTES
@@ -155,6 +156,7 @@ def test_a_trial_several_times_host_memory_is_exact(tmp_path, devices):
     assert ours(tmp_path) == []
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_delays_of_copies_in_the_background_change_no_bit(tmp_path, monkeypatch, seed):
     """Late or early, what is sent ahead, written back and read from disk meanwhile are the same bytes."""
@@ -295,6 +297,7 @@ class ReadsWeights(torch.optim.lr_scheduler.LRScheduler):
         return [1e-3 * largest for _ in self.optimizer.param_groups]
 
 
+@pytest.mark.cases(1 / 3)
 def test_code_that_looks_at_weights_on_disk_sees_them(tmp_path):
     reading = partial(task, scheduler=ReadsWeights, scheduler_interval="step")
     with pool(tmp_path, device_memory=80 * 1024) as executor:
@@ -353,6 +356,7 @@ def run_python(code, *arguments, before=(), **options):
     )
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_disk_that_takes_no_more_fails_that_trial_and_no_other(tmp_path):
     done = forked(run_code, LIMITED, tmp_path)
     assert done.stdout.strip().endswith("as expected"), done

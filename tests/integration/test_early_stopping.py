@@ -92,6 +92,7 @@ def test_a_trial_that_is_resumed_at_the_report_that_stops_the_trial_is_complete(
     assert_as_plain(result, task())
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_resumed_trial_asks_stop_once_about_each_report():
     asked, keeper, plans = [], Collector(), library()
 

@@ -41,6 +41,7 @@ def assert_as_plain(jobs: list[Job]) -> None:
         assert against_plain(job.task, job.result(PATIENCE_SECONDS)) == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, TIGHT, {"optimizer_placement": "host"}, {"buffer_fraction": 0.0}])
 def test_trials_go_on_elsewhere_with_the_same_numbers(options):
     with running(devices="cpu:3", max_concurrent=4, **options) as pool:
@@ -107,6 +108,7 @@ def test_a_device_that_helps_a_trial_may_be_taken_away(way):
         assert_as_plain(jobs)
 
 
+@pytest.mark.cases(1 / 3)
 def test_devices_that_come_and_go_all_the_time_change_no_bit():
     tasks = [long(seed, epochs=15) for seed in range(3)]
     with running(devices="cpu:3", max_concurrent=3, **TIGHT) as pool:

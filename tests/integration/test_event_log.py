@@ -96,6 +96,7 @@ def test_activations_that_whole_models_have_on_the_host_are_counted_too(tmp_path
     assert device.bytes_out_by_kind["activations"] > device.budget_bytes
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_disk_is_in_the_log(tmp_path):
     (tmp_path / "spill").mkdir()
     options = {"devices": "cpu:2", "device_memory": DEVICE_BYTES, "host_memory": HOST_BYTES, "num_shards": "layer"}

@@ -22,6 +22,7 @@ def language():
         yield module
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("build", ["build_causal", pytest.param("build_masked", marks=pytest.mark.slow)])
 def test_cut_and_spilled_the_numbers_are_those_of_a_plain_loop(language, build):
     make = partial(getattr(language, build), **SMALL, dropout=0.1)

@@ -22,6 +22,7 @@ def test_cut_and_spilled_the_numbers_are_those_of_a_plain_loop(monkeypatch):
         assert_cut_spilled_and_bitwise(make, device_memory="4MiB")
 
 
+@pytest.mark.cases(1 / 3)
 def test_sentences_are_padded_and_of_all_packages_alike():
     with imported("transformers", "sentences") as sentences:
         train, validation, num_tokens = sentences.load()

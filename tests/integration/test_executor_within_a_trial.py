@@ -55,6 +55,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("call", ["plan", "profile", "checkpoint", "clone", "save_to", "suspend", "shutdown"])
 def test_a_call_that_waits_leaves_the_capture_gate(call, tmp_path):
     program = tmp_path / "program.py"

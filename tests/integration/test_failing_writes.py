@@ -145,7 +145,7 @@ def go_on(pool, folder, seed):
         assert is_right(seed, result), folder
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "for good"])
 def test_a_call_that_writes_is_refused_here_and_there(pool, tmp_path, caplog, lasting):
     failed, saved_less = refuse_each(*pool, tmp_path, caplog, 113, 28, lasting=lasting)

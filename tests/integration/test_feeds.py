@@ -34,7 +34,7 @@ OF_OTHERS = {"workers", "workers_drawing_sampler", "workers_new_each_pass", "wor
 """Others with workers, and the same without workers, show next to all of what these show, each in seconds."""
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in OF_OTHERS)) for name in FEEDS])
 def test_trials_that_share_their_data_each_draw_what_a_plain_loop_draws(name, plain):
     """Three trials over the same objects at once, the last from the state in which the user left them still."""

@@ -170,6 +170,7 @@ def parallel_of(devices: str = "cpu:2", num_shards: int | None = 4, **changes: A
     return trial.parallel
 
 
+@pytest.mark.cases(1 / 3)
 def test_it_says_how_batches_of_a_step_would_use_idle_devices() -> None:
     assert parallel_of(devices="cpu:1") is None
     assert parallel_of(accumulate=1) is None
@@ -336,6 +337,7 @@ def test_a_compiled_model_is_planned_as_it_was_before():
     assert compiled.bytes_by_kind == plain.bytes_by_kind
 
 
+@pytest.mark.cases(1 / 3)
 def test_what_crosses_cuts_is_apart_from_what_is_kept():
     options = {"device_memory": "160KiB", "buffer_fraction": 0.0}
     with running(**options) as pool:
@@ -345,6 +347,7 @@ def test_what_crosses_cuts_is_apart_from_what_is_kept():
     assert recomputed.get("activations", 0) < recomputed["boundaries"] < kept["activations"]
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_model_without_bytes_is_planned_like_one_that_is_built(monkeypatch):
     """But for what only a run can tell."""
     options = {"device_memory": "260KiB", "buffer_fraction": 0.0}
@@ -363,6 +366,7 @@ def test_a_model_without_bytes_is_planned_like_one_that_is_built(monkeypatch):
     assert [getattr(unbuilt.trials[0], name) for name in known] == [getattr(built.trials[0], name) for name in known]
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize(
     "case",
     ["recomputed"]
@@ -423,6 +427,7 @@ def test_what_was_not_checked_is_not_trained_with(monkeypatch):
         assert pool.plan([noisy(2)]).trials[0].is_checked
 
 
+@pytest.mark.cases(1 / 3)
 def test_what_was_not_built_is_captured_and_rehearsed_once_for_all_that_differ_in_rates(monkeypatch):
     monkeypatch.setattr("hydra_tune.pool.dry_run.report._MOST_CHECKED_BYTES", 1 << 10)
     rehearsed = []
@@ -574,6 +579,7 @@ def test_nothing_is_trained_and_nothing_is_left():
     assert sum(device.bytes_in + device.bytes_out for device in stats.devices.values()) == 0
 
 
+@pytest.mark.cases(1 / 3)
 def test_two_trials_on_two_devices():
     """Each stays where it is, but for what goes through the host anyway."""
     with running(devices="cpu:2", device_memory=LINEAR_BUDGET, num_shards=LAYERS, buffer_fraction=0.0) as pool:

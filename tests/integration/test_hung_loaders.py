@@ -488,6 +488,7 @@ class SlowSamples(Dataset):
         return 24
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_joiner_that_is_cancelled_waits_for_its_loader_no_longer_than_until_its_warning():
     reached = threading.Event()
 

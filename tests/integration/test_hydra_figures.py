@@ -34,6 +34,7 @@ def cost(monkeypatch):
     del sys.modules["hydra_cost"]
 
 
+@pytest.mark.cases(1 / 3)
 def test_hydra_is_ahead_of_the_pipeline_and_that_of_model_parallelism(found):
     """12 models of 1B parameters on 8 devices."""
     runs = found[0]["figure 7"]["BERT"]

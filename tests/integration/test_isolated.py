@@ -127,6 +127,7 @@ def losing_batches():
         yield from one_batch()
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_loss_between_two_units_is_seen_under_the_trial_that_ran_there(monkeypatch, caplog):
     losable(monkeypatch)
     tasks = [long(0), long(1, train=losing_batches), long(2)]
@@ -398,6 +399,7 @@ class Noisy(Dataset):
         return X[index] + torch.randn(8), Y[index]
 
 
+@pytest.mark.cases(1 / 3)
 def test_workers_of_loaders_belong_to_the_process():
     loader = DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=2)
     tasks = [replace(task_of(number, "fault"), train=loader) for number in (0, BAD)]

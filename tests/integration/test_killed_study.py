@@ -44,6 +44,7 @@ def outcome(study: optuna.Study) -> list:
     ]
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.timeout(300)
 def test_a_killed_search_ends_as_one_that_never_was(tmp_path):
     (tmp_path / "killed").mkdir()

@@ -191,6 +191,7 @@ def test_the_task_is_the_training_of_lightning(stock, name):
     assert_same(result, weights, epochs, case.train_logs)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", some("an autoencoder", "clipped by value"))
 def test_a_model_that_is_cut_has_the_same_bits(stock, name):
     case, weights, epochs = stock(name)
@@ -517,6 +518,7 @@ def stepping(step, validation=Autoencoder.validation_step):
     return type("Own", (Autoencoder,), {"training_step": step, "validation_step": validation})
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -877,6 +879,7 @@ def test_a_study_prunes_and_finds_what_lightning_gives():
 REPORTED = ("val_loss", "train_acc", "train_acc_step", "train_sum", "train_sum_step")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("scheduling", ["plateau", "step"])
 def test_a_trial_resumes_with_the_bits_of_lightning(scheduling):
     def make():
@@ -932,6 +935,7 @@ def test_questions_for_the_trainer_have_its_answers(shards):
     assert_same(result, weights, epochs)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_module_is_planned_and_loaded_from_a_file(tmp_path):
     task = Case(Plain, datamodule=SplitSamples).task()
     with HydraExecutor("cpu:1") as pool:

@@ -56,6 +56,7 @@ class LogsInSomeBatches(Classifier):
             self.log("val_min", logits.min().square(), reduce_fx="min")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("shards", [None, 2])
 def test_values_of_some_batches_are_those_of_lightning(shards):
     of_training = ("train_max", "train_min", "train_mean", "train_last", "train_acc")

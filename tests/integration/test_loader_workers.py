@@ -304,18 +304,21 @@ def _run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_script_may_define_its_dataset_itself(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT + "if __name__ == '__main__':\n    main()\n")
     assert "RESULT completed None" in _run_script(str(path)).stdout
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_script_whose_work_is_not_guarded_trains_and_does_it_only_once(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT + "main()\n")
     assert _run_script(str(path)).stdout == "RESULT completed None\n"
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_dataset_defined_in_a_session_is_known_to_workers():
     assert _run_script("-c", SCRIPT + "main()\n").stdout == "RESULT completed None\n"
 
@@ -330,6 +333,7 @@ threading.Thread(target=work, daemon=True).start()
 """
 
 
+@pytest.mark.cases(1 / 3)
 def test_beside_a_busy_thread_workers_import_the_script(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(
@@ -382,6 +386,7 @@ with HydraExecutor(devices="cpu:1") as pool:
 """
 
 
+@pytest.mark.cases(1 / 3)
 def test_workers_know_a_session_as_it_is_when_a_task_is_given():
     done = _run_script("-c", SCRIPT + AFTERWARDS)
     assert done.stdout.split() == [
@@ -394,6 +399,7 @@ def test_workers_know_a_session_as_it_is_when_a_task_is_given():
     ]
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_class_that_a_script_defines_after_its_first_task_is_refused_by_name(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT + AFTERWARDS + "    print(pool.submit)\n".replace("pool.submit", "'end'"))
@@ -421,6 +427,7 @@ def callable_loader() -> DataLoader[Any]:
     return DataLoader(Augmented(), 8, num_workers=1, persistent_workers=True)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_later_task_with_workers_leaves_the_workers_of_a_callable_alive():
     with running(devices="cpu:2") as pool:
         stream = pool.events()
@@ -435,6 +442,7 @@ def test_a_later_task_with_workers_leaves_the_workers_of_a_callable_alive():
         assert event.result.error is None
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", ["submit", "clone", "plan", "profile"])
 def test_a_server_begun_for_a_callable_ends_with_the_executor(way, tmp_path):
     drawn_task = build("generator", train=callable_loader)
@@ -463,6 +471,7 @@ def test_a_class_defined_after_a_callables_workers_began_reaches_the_workers_of_
         assert pool.submit(build("generator", train=loader)).result(PATIENCE_SECONDS).error is None
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_server_keeps_no_pipe_of_the_program_open():
     """A program that reads until all ends of its pipe are closed would wait for ever."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as reader, running() as pool:
@@ -473,6 +482,7 @@ def test_a_server_keeps_no_pipe_of_the_program_open():
         assert reader.wait(PATIENCE_SECONDS) == 0
 
 
+@pytest.mark.cases(1 / 3)
 def test_slow_starts_are_told_once_with_what_helps(caplog, monkeypatch):
     monkeypatch.setattr("hydra_tune.train.data.loader_workers._SLOW_SECONDS", 0.0)
     monkeypatch.setattr("hydra_tune.train.data.loader_workers._WorkerStart.is_told", False)
@@ -516,7 +526,7 @@ print("SAME", losses[0] == losses[1], torch.equal(*weights))
 """
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("arguments", [("-",), ("-c", COMPARED)], ids=["standard input", "an argument"])
 def test_a_program_without_a_file_trains_with_workers_to_the_plain_loops_numbers(arguments):
     text = COMPARED if arguments == ("-",) else None
@@ -587,6 +597,7 @@ with HydraExecutor(devices="cpu:1") as pool:
 """
 
 
+@pytest.mark.cases(1 / 3)
 def test_no_worker_outlives_a_program_that_is_killed(tmp_path):
     """Nor does the process that forks workers: the system ends none of them, so each has to notice."""
     script = tmp_path / "killed.py"
@@ -607,7 +618,7 @@ def test_no_worker_outlives_a_program_that_is_killed(tmp_path):
     program.stdout.close()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("epochs_before", [1, 2])
 def test_a_resumed_trial_draws_what_its_persistent_workers_would_have_drawn(epochs_before: int, tmp_path: Path) -> None:
     """Workers that are started draw a seed; workers that go on do not."""

@@ -183,6 +183,7 @@ def test_a_resumed_trial_goes_on_with_the_next_step(way, changes, tmp_path):
     assert result.metrics == train_plain(described).metrics
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "validation",
     [{}, {"evaluate": lambda module, batch: {"loss": sample_mean(module, batch)}}],

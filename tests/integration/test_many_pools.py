@@ -6,6 +6,7 @@ import sys
 import pytest
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_one_pool_after_the_other_with_a_new_model_in_each(count):
     program = [sys.executable, "-m", "tests.support.many_pools", str(count)]

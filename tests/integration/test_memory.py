@@ -128,6 +128,7 @@ def test_eight_trials_stay_within_the_budget_of_each_device(devices, activations
     assert tracker.current_bytes == 0
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_prune_at_a_report_returns_every_byte():
     tracker = StorageTracker()
     with HydraExecutor(devices="cpu:1", num_shards=1, instrument=tracker) as pool:
@@ -148,6 +149,7 @@ def test_a_prune_at_a_report_returns_every_byte():
         until(lambda: is_freed(tracker))
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize(
     "activations", ["keep", *(pytest.param(each, marks=pytest.mark.slow) for each in ("spill", "recompute"))]
 )
@@ -202,7 +204,7 @@ def test_the_other_trials_get_the_memory_of_a_pruned_one():
         until(lambda: is_freed(tracker))
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "vit", "gpt2"])
 def test_the_memory_that_a_plain_loop_would_take_is_counted(name):
     """A plain loop has batches and results of its own besides; own code is not counted."""

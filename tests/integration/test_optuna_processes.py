@@ -170,6 +170,7 @@ print(*[states(study) for study in studies])
 """
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_pool_without_with_serves_many_studies_and_may_be_left_open():
     code, out, err = ended(start(LEFT_OPEN))
 

@@ -208,6 +208,7 @@ class Told:
             yield X[start : start + 8], Y[start : start + 8]
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_trials_own_code_reads_its_weights_between_units_wherever_they_are(tmp_path):
     """Beside others that need the room: on devices, on the host, and on disk."""
     found = [Told() for _ in range(3)]
@@ -243,6 +244,7 @@ class Robbed(Told):
                 self.stayed.append(not read.expired())
 
 
+@pytest.mark.cases(1 / 3)
 def test_what_a_trials_own_code_is_reading_stays_when_it_is_moved():
     told = Robbed()
     described = task(model=told.build, train=told.batches, epochs=1)

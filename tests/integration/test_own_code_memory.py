@@ -106,7 +106,7 @@ CASES = {
 }
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_trials_that_make_room_for_each_other(case, devices, monkeypatch):
@@ -128,7 +128,7 @@ def test_trials_that_make_room_for_each_other(case, devices, monkeypatch):
     assert budget / 2 < rest <= budget, "the tracker sees steps at work"
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize(("has_one_norm", "kibibytes"), [(False, 500), (True, 520)])
 def test_a_first_step_that_sheds_its_activations(has_one_norm, kibibytes):
     """What can be cut is cut from the second step on; what cannot be cut sheds in every step."""
@@ -147,6 +147,7 @@ def test_a_first_step_that_sheds_its_activations(has_one_norm, kibibytes):
     assert rest <= kibibytes * KIB
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_step_that_does_not_fit_even_so_is_taken_back(caplog):
     """Its batch runs once more, cut, from the buffers and random streams that were before."""
     caplog.set_level(logging.INFO, "hydra_tune.shard.partition.shard_size_search")

@@ -123,6 +123,7 @@ def test_a_sweep_of_the_file_made_small_gives_plain_numbers_from_spilled_shards(
     assert sum(device["bytes_out_by_kind"].get("parameters", 0) for device in found["devices"].values()) > 0
 
 
+@pytest.mark.cases(1 / 3)
 def test_losses_and_weights_are_plain_to_the_bit(example, text_file):
     sizes = SMALL_BERT | {"layers": 1}
     tasks = [example("bert").build(batch_size=8, lr=lr, data=text_file, **sizes) for lr in (1e-2, 1e-3)]
@@ -136,6 +137,7 @@ def test_losses_and_weights_are_plain_to_the_bit(example, text_file):
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.cases(1 / 3)
 def test_without_data_a_plan_says_so_loudly_and_a_sweep_is_refused(example, tmp_path):
     parameters = {name: {"value": value} for name, value in SMALL_BERT.items()} | {"layers": {"value": 1}}
     path = write_sweep(tmp_path, "bert", parameters, {"devices": "cuda:0,1,2,3,4,5,6,97", "device_memory": "2MiB"})

@@ -63,7 +63,7 @@ def test_pieces_are_no_remedy_where_a_layer_normalizes_over_the_batch():
     assert "lower batch_size, or raise device_memory" in str(refused.error)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize(("num_shards", "cut"), [(None, 2), ("tuned", 3)])
 def test_a_batch_that_does_not_fit_trains_in_the_fewest_pieces_and_all_say_how_many(num_shards, cut, caplog):
     with pool_of(num_shards=num_shards) as pool:
@@ -83,6 +83,7 @@ def test_a_batch_that_does_not_fit_trains_in_the_fewest_pieces_and_all_say_how_m
     assert "split_batches" not in str(fewer.error), "its number is its own"
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_batch_that_fits_is_split_where_that_makes_a_step_shorter():
     with pool_of(TIGHT, **SLOW) as pool:
         whole, split = (pool.plan([task(count)]) for count in (1, "auto"))
@@ -136,6 +137,7 @@ def test_the_numbers_are_those_of_the_number_that_was_chosen(name):
     assert against_plain(task(result.split_batches, **CHANGES[name]), result) == []
 
 
+@pytest.mark.cases(1 / 3)
 def test_where_no_piece_fits_it_is_refused_with_a_budget_that_would_do():
     with pool_of("40KiB") as pool, pytest.raises(BudgetError) as refusal:
         pool.plan([task(rows=128)])
@@ -148,6 +150,7 @@ def test_where_no_piece_fits_it_is_refused_with_a_budget_that_would_do():
     assert against_plain(task(result.split_batches, rows=128), result) == []
 
 
+@pytest.mark.cases(1 / 3)
 def test_trials_that_are_alike_look_for_it_once(monkeypatch):
     asked = []
     foresee = PlanLibrary.foresee
@@ -207,6 +210,7 @@ def test_no_speed_is_measured_for_it():
     assert all(one is None or one.seconds is None for _, one in choice.tried), "nothing is known of this link"
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_model_that_cannot_be_cut_is_split_as_well():
     """24 KiB: its activations for whole batches do not fit, even spilled."""
     described = partial(small, model=Shaped, batch_size=24)

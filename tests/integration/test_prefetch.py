@@ -85,6 +85,7 @@ def test_whatever_is_guessed_the_numbers_are_the_same(policy):
         assert against_plain(described, result) == []
 
 
+@pytest.mark.cases(1 / 3)
 def test_an_independent_tracker_sees_the_budget_kept_though_all_copies_are_late(hooked):
     hooked(lambda device: time.sleep(1e-3))
     tracker = StorageTracker()
@@ -159,7 +160,7 @@ def whole(seed):
     )
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize(("devices", "num_trials", "share"), [("cpu:1", 3, 0.5), ("cpu:2", 5, 0.1)])
 def test_trials_in_bursts_that_do_not_all_fit_load_the_next_ones_state_while_the_present_one_computes(
     devices, num_trials, share, monkeypatch

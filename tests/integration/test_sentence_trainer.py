@@ -135,7 +135,7 @@ def assert_same(result, trained):
     assert [entry["val_loss"] for entry in result.history] == reports
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_task_is_the_trainers_training(stock, name, tmp_path):
     make, trained = stock(name)

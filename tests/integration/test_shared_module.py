@@ -142,7 +142,7 @@ def plain(base):
     return [train_plain(described) for described in lora_tasks(base)]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("way", [way if way in FAST else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_trials_on_one_base_train_as_each_alone(base, plain, way, tmp_path):
     options = WAYS[way] | ({"spill_dir": tmp_path} if "host_memory" in WAYS[way] else {})
@@ -202,6 +202,7 @@ def test_the_base_is_counted_once_on_the_device_and_on_the_host(base, plain, tmp
     assert "raise host_memory" in str(refused.error)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("policy", ["lrtf", "round_robin"])
 def test_trials_go_through_a_cut_base_together_and_load_it_once_for_all(base, policy):
     loaded = {}
@@ -319,6 +320,7 @@ def test_a_write_to_a_copy_that_others_compute_with_fails_its_trial_alone(base, 
         assert_same(other, expected)
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_model_of_a_result_is_the_users_own(base, plain):
     with HydraExecutor(**CUT) as pool:
         first, second = pool.run(lora_tasks(base)[:2])
@@ -330,6 +332,7 @@ def test_the_model_of_a_result_is_the_users_own(base, plain):
     assert_same(train_plain(lora_tasks(base)[0]), plain[0])
 
 
+@pytest.mark.cases(1 / 3)
 def test_nothing_of_a_base_stays_once_nobody_has_it():
     gc.collect()
     before = len(shared_file._SOURCES)

@@ -69,6 +69,7 @@ def train(described: TrainTask, devices: str) -> Result:
     return result
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_does_not_fit_is_refused_with_a_remedy_that_works(tied):
     described = partial(task, model=partial(Language, tied=tied))
@@ -81,6 +82,7 @@ def test_what_does_not_fit_is_refused_with_a_remedy_that_works(tied):
     assert against_plain(described(split_operators=wanted), train(described(split_operators=wanted), "cpu:1")) == []
 
 
+@pytest.mark.cases(1 / 3)
 def test_too_few_pieces_and_too_long_batches_are_told_apart():
     few = train(task(split_operators={"embed": 2, "head": 4}), "cpu:1").error
     assert isinstance(few, BudgetError)

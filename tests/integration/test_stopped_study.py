@@ -71,6 +71,7 @@ def interrupted(folder, stop, number, **options):
     return study
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_with_checkpoints_all_trials_go_on(tmp_path, stopping, number, undisturbed):
     study = interrupted(tmp_path, stopping, number, checkpoint_dir=tmp_path / "saved")

@@ -107,6 +107,7 @@ def counted(device: DeviceStats) -> tuple[int, int]:
     return into + out, across
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("batches", [*(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4)), 8])
 def test_data_parallel_on_two_devices_moves_parameters_twice_for_each_device_and_writes_them_back(batches):
     """(2N + 1)|W| on N = 2 devices, however many batches, less 4 of 16 shards that are there still.
@@ -116,6 +117,7 @@ def test_data_parallel_on_two_devices_moves_parameters_twice_for_each_device_and
     assert moved_on_two(DATA_PARALLEL, batches) == (5 - 4 / MANY, 0)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_pipeline_on_two_devices_does_not_move_parameters_for_each_batch():
     """Harmony's 3|W|, less 5 of 16 shards that are there still. A shard may change devices where its own is busy."""
     by_host, between = moved_on_two(PIPELINED, 4)
@@ -189,6 +191,7 @@ def test_the_figures_are_what_is_copied(copied):
     assert sum(copied) > 9 * PARAMETER_BYTES
 
 
+@pytest.mark.cases(1 / 3)
 def test_updates_on_the_host_move_gradients_and_no_optimizer_state():
     counted = moved(4, optimizer_placement="host")
     assert counted["parameters"] <= 1.02 * 2 * PARAMETER_BYTES

@@ -470,6 +470,7 @@ def with_losses(monkeypatch, tmp_path):
     return make
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("kind", [Losses, ScaledLosses])
@@ -693,6 +694,7 @@ def test_a_model_that_does_not_fit_its_device_has_the_same_bits(stock):
     assert_same(result, weights, reports)
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads the old name
 @pytest.mark.parametrize(("shards", "smoothing"), [(1, 0.1), pytest.param(3, 0.0, marks=pytest.mark.slow)])
 def test_an_adapter_of_peft_has_the_same_bits(tmp_path, shards, smoothing):
@@ -746,6 +748,7 @@ def test_fused_trials_are_close(tmp_path, kind):
         assert math.isclose(result.metrics["val_loss"], reports[-1]["eval_loss"], rel_tol=1e-4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("as_factory", [False, True])
 def test_a_model_made_before_the_trainer_is_trained_from_the_same_weights_each_time(tmp_path, as_factory):
     """Scripts load their model, then make the `Trainer`: all calls of the function then have one model."""
@@ -765,6 +768,7 @@ def test_a_model_made_before_the_trainer_is_trained_from_the_same_weights_each_t
         assert_same(result, weights, reports)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("as_factory", [False, True])
 def test_trials_that_share_a_part_of_the_model_begin_from_its_weights(tmp_path, as_factory):
     words = Bag().words
@@ -841,6 +845,7 @@ def test_predictions_with_an_empty_tuple_are_refused_by_name(tmp_path):
         train_plain(task)
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_result_becomes_a_trainer_that_evaluates_to_the_reported_numbers(stock, tmp_path):
     make, weights, reports = stock("token classification")
     with HydraExecutor("cpu:1") as pool:
@@ -892,6 +897,7 @@ def test_the_tuner_sees_the_metric_for_the_best_model(tmp_path):
     )
 
 
+@pytest.mark.cases(1 / 3)
 def test_trials_share_a_metric_that_collects_in_itself(tmp_path):
     """As those of the library `evaluate`, which scripts load once."""
     inside, overlaps = [], []
@@ -1436,7 +1442,7 @@ def space(trial):
     }
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("is_installed", [False, True])
 def test_a_search_in_the_pool_is_the_trainers_search(tmp_path, is_installed):
     """Also, one direction in a list is one direction."""
@@ -1457,6 +1463,7 @@ def test_a_search_in_the_pool_is_the_trainers_search(tmp_path, is_installed):
     assert best == stock
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_page_runs(tmp_path, monkeypatch):
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     monkeypatch.chdir(tmp_path)

@@ -152,7 +152,7 @@ def assert_same(result, trained):
     assert [entry["train_loss"] for entry in result.history] == pytest.approx(logged, abs=1e-6)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_task_is_the_trainers_training(stock, name):
     make, trained = stock(name)
@@ -188,6 +188,7 @@ def test_an_adapter_leaves_its_base_and_becomes_a_trainer(stock, tmp_path):
     assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.cases(1 / 3)
 def test_trials_of_one_model_evaluate_with_their_own_weights(tmp_path):
     """`SFTTrainer` puts a function that calls the former `forward` on the model."""
     shared, own = model(), {"compute_metrics": accuracy}

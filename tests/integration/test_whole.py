@@ -263,6 +263,7 @@ SPILLED |= dict.fromkeys(
 )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("trap", [pytest.param(trap, marks=marks) for trap, marks in SPILLED.items()])
 def test_activations_that_do_not_fit_are_spilled(trap):
     make = partial(task, trap)
@@ -274,7 +275,7 @@ def test_activations_that_do_not_fit_are_spilled(trap):
     assert device.bytes_in_by_kind["activations"] >= activations / 2
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("trap", [pytest.param(trap, marks=marks) for trap, marks in EXACT.items()])
 def test_what_a_graph_may_follow_for_a_while_is_exact(trap):
     batches = [(X[:rows], Y[:rows]) for rows in (ROWS, ROWS, ROWS // 2, ROWS)]
@@ -283,6 +284,7 @@ def test_what_a_graph_may_follow_for_a_while_is_exact(trap):
     assert against_plain(make(), result) == []
 
 
+@pytest.mark.cases(1 / 3)
 def test_spilled_activations_need_host_memory():
     kept, _ = train(task(), host_memory="600KiB")
     assert kept.status == "completed"
@@ -294,6 +296,7 @@ def test_spilled_activations_need_host_memory():
     assert train(task(), host_memory=need, device_memory="400KiB")[0].status == "completed"
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_step_that_needs_more_than_its_pilot_saw_and_than_there_is_fails_by_name():
     class Grows(Branches):
         def forward(self, x):
@@ -340,6 +343,7 @@ class ReadsCopyOfBuffer(ReplacesBuffer):
         return self.scale.clone()
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_replaced_buffer_that_the_backward_reads_is_refused_by_name():
     refused, _ = train(task(ReplacesBuffer), num_shards=2)
     assert isinstance(refused.error, TaskError)
@@ -355,6 +359,7 @@ class Straight(Deep):
         return x
 
 
+@pytest.mark.cases(1 / 3)
 def test_spilled_trials_and_sharded_ones_share_devices():
     tasks = [task(model, seed=seed) for seed, model in enumerate((Branches, Straight, PythonLayerDrop), start=1)]
     tracker = StorageTracker()

@@ -85,6 +85,7 @@ def values(study: optuna.Study) -> list[float]:
     return [value for trial in study.trials for value in (trial.value, *trial.intermediate_values.values())]
 
 
+@pytest.mark.cases(1 / 3)
 @of_this_torch
 def test_a_killed_study(written, tmp_path):
     folder = written("study")
@@ -103,6 +104,7 @@ def test_a_killed_study(written, tmp_path):
     assert not list(folder.glob("saved/*/*.manifest"))
 
 
+@pytest.mark.cases(1 / 3)
 @of_this_torch
 def test_a_killed_sweep(written, tmp_path):
     def swept(folder: Path, *arguments: str):

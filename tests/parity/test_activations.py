@@ -24,7 +24,7 @@ TIGHT = {"cnn": "200KiB", "gpt2": "200KiB", "gpt2_bfloat16": "220KiB", "vit": "2
 FAST = {("mlp", "keep"), ("mlp", "spill")}  # of "gpt2" there are two below
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -103,6 +103,7 @@ def test_what_is_kept_is_not_computed_again(work):
     assert work["recompute"][0] >= work["plain"][0] + 4 * NUM_STEPS, "the layers of two shards of three, in each step"
 
 
+@pytest.mark.cases(1 / 3)
 def test_what_is_spilled_goes_to_the_host_and_comes_back_and_what_fits_stays(work):
     assert work["keep"][1:] == work["recompute"][1:] == (0, 0), "everything fits the device"
     assert work["spill"][1] == work["spill"][2] > 0

@@ -353,7 +353,7 @@ def cached() -> Callable[[float], float]:
     return scaled
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_a_number_that_a_cache_keeps_from_a_capture_is_refused(is_shared, caplog):
     """A check of the step leaves results in the cache, so a later capture of the same step is another graph."""

@@ -74,6 +74,7 @@ class Meeting:
         return len(self._came) == 2 and not self._barrier.broken
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("cut", [1, pytest.param("layer", marks=pytest.mark.slow)])
 def test_two_trials_draw_on_two_devices_at_the_same_time(references, cut):
     """Each unit waits inside a dropout until the other trial's unit is inside one too, so neither can hold a lock."""

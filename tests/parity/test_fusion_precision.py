@@ -146,7 +146,7 @@ def test_members_skip_their_own_steps_and_keep_their_own_scales(precision, varia
         assert len({scale_of(seat.member) for seat in run.seats}) > 1
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("precision", LOW)
 def test_members_that_differ_in_all_that_they_may(precision):
     options = [
@@ -290,7 +290,7 @@ def test_a_search_that_was_stopped_goes_on_with_its_scales_fused_or_not(tmp_path
         assert resumed[own.seed] == scale
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize("name", ["cnn", "gpt2", "hf_bert"])
 def test_models_train_as_their_plain_loops_within_the_precisions_rounding(name, precision, caplog):

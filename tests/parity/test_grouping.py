@@ -113,6 +113,7 @@ def test_a_trial_whose_batches_go_through_shards_together_is_bitwise(name, cut, 
     assert is_grouped(units) == (name not in IN_ORDER)
 
 
+@pytest.mark.cases(1 / 3)
 def test_batches_whose_values_are_larger_than_the_model_run_in_order():
     described = models.build("cnn", accumulate=4, epochs=1)
     _, units, _ = run(described, num_shards=2)

@@ -54,7 +54,7 @@ def check(specs: list[Spec], devices: str) -> None:
         assert device.bytes_out_by_kind["parameters"] > 0, "state had to go"
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
 def test_a_few_of_both_kinds(devices):
     check(FAST, devices)

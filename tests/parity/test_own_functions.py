@@ -44,7 +44,7 @@ def trained(middle: Any, shards: int = 3, **changes: Any) -> Way:
     return ways[id(described)]
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("feature", TASKS)
 @pytest.mark.parametrize("kind", [*KINDS, *CHECKPOINTS])
 def test_a_cut_around_a_function(kind, feature):

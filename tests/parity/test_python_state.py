@@ -90,7 +90,7 @@ def assert_close(expected: Any, actual: Any) -> None:
         assert now == pytest.approx(before, rel=1e-3)
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_cut_trial_follows_what_its_step_reads(name, when, caplog):
@@ -104,7 +104,7 @@ def test_a_cut_trial_follows_what_its_step_reads(name, when, caplog):
     assert (captures(caplog) > 0) == ((name, when) not in UNSEEN)
 
 
-@pytest.mark.cases(7)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in SHARED])
 def test_fused_trials_follow_what_their_steps_read(name, when, caplog):

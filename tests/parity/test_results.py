@@ -58,7 +58,7 @@ def references(together):
     return together[1]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("name", EACH)
 def test_the_state_dict_loads_into_a_plain_model_of_the_same_class(results, references, name):
     trained = results[name].module()

@@ -288,6 +288,7 @@ def test_a_pipeline_leaves_parameters_where_they_are():
     assert later == 0
 
 
+@pytest.mark.cases(1 / 3)
 def test_behind_a_slow_link_large_parameters_are_not_copied():
     """The pool has measured its link by the second step."""
     inputs = torch.randn(20, 256, generator=torch.Generator().manual_seed(5))
@@ -358,6 +359,7 @@ class Watching(torch.optim.SGD):
         super().step(closure)
 
 
+@pytest.mark.cases(1 / 3)
 def test_an_update_finds_no_gradients_of_what_runs_at_the_same_time():
     """The optimizer steps whatever has a gradient, and the other device makes some meanwhile."""
     seen: list[int] = []

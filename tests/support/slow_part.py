@@ -8,6 +8,7 @@ With `--minutes` tests that have not begun by then are skipped, and listed as su
 
 import re
 import time
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -54,14 +55,21 @@ def part(tests: Iterable[str], turn: int) -> set[str]:
 
 
 def leave_cases_to_the_slow_tests(items: Iterable[pytest.Item], turn: int) -> None:
-    """Mark all cases of a test slow but as many as its mark `cases` says: others at each turn, spread over all of them."""
+    """Mark all cases of a test slow but as many as its mark `cases` says: others at each turn, spread over all of them.
+
+    With `cases(1 / 3)` there is one case at every third turn, and none at the others.
+    """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("cases") and not item.get_closest_marker("slow"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in tests.values():
+    for test, cases in tests.items():
         (number,) = cases[0].get_closest_marker("cases").args
-        quick = {(turn + i * len(cases) // number) % len(cases) for i in range(number)}
+        if number < 1:
+            number_of_times, is_out_of_turn = divmod(turn + zlib.crc32(test.encode()), round(1 / number))
+            quick = set() if is_out_of_turn else {number_of_times % len(cases)}
+        else:
+            quick = {(turn + i * len(cases) // number) % len(cases) for i in range(number)}
         for position, item in enumerate(cases):
             if position not in quick:
                 item.add_marker(pytest.mark.slow)

@@ -88,6 +88,7 @@ def test_after_a_failure_the_others_run_and_only_what_failed_runs_again(project,
     assert ran(project) == ["quick two", "quick"]
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_suite_that_was_stopped_after_its_last_test_has_passed_when_it_goes_on(project):
     run_all(project, MINUTES)
     path = project / "build" / "every-suite" / "rows.json"

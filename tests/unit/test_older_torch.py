@@ -60,6 +60,7 @@ def test_final_states_of_an_lstm_have_their_shape_without_bytes(options, batch):
     assert [node.meta["val"].shape for node in outputs[1:]] == expected
 
 
+@pytest.mark.cases(1 / 3)
 def test_threads_that_end_may_enter_fake_mode():
     program = [sys.executable, "-c", _ENTERS_ON_THREADS]
     ended = subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240)

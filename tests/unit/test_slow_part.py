@@ -53,7 +53,7 @@ def test_what_a_turn_takes_of_a_kind_depends_on_no_other_kind():
     assert part(some, 5) == {test for test in part(TESTS, 5) if test in some}
 
 
-def quick_and_slow(folder: Path, turn: int) -> tuple[set[str], set[str]]:
+def quick_tests(folder: Path, turn: int) -> set[str]:
     (folder / "conftest.py").write_text(
         f"""
 from tests.support.slow_part import leave_cases_to_the_slow_tests
@@ -71,39 +71,32 @@ import pytest
 def test_many(number):
     assert number < 9
 
+@pytest.mark.cases(1 / 2)
+@pytest.mark.parametrize("number", range(2))
+def test_long(number):
+    assert number < 2
+
 def test_one():
     pass
 """
     )
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-m", "not slow"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-
-    def names(expression: str) -> set[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--collect-only",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            expression,
-            str(folder),
-        ]
-        output = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
-        return {line.partition("::")[2] for line in output.splitlines() if "::" in line}
-
-    return names("not slow"), names("slow")
+    output = subprocess.run(
+        [*command, str(folder)], cwd=folder, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    return {line.partition("::")[2] for line in output.splitlines() if "::" in line}
 
 
-def test_of_a_test_of_many_cases_others_are_quick_at_each_turn_and_the_rest_are_slow(tmp_path):
-    seen = set()
+def test_other_cases_are_quick_at_each_turn_and_the_rest_are_slow(tmp_path):
+    seen, turns_of_long = set(), []
     for turn in range(4):
-        quick, slow = quick_and_slow(tmp_path, turn)
-        assert quick == {"test_one", f"test_many[{turn}]", f"test_many[{turn + 4}]"}
-        assert slow == {f"test_many[{number}]" for number in range(9)} - quick
+        quick = quick_tests(tmp_path, turn)
         seen |= quick
-    assert len(seen) == 9
+        turns_of_long += [turn] * len(long := {test for test in quick if test.startswith("test_long")})
+        assert quick - long == {"test_one", f"test_many[{turn}]", f"test_many[{turn + 4}]"}
+    assert len(seen) == 1 + 8 + 2
+    assert turns_of_long in ([0, 2], [1, 3])
 
 
 def test_tests_that_have_not_begun_in_time_are_skipped_and_listed(tmp_path):
@@ -135,6 +128,7 @@ def test_a_file_outside_the_folders_is_refused():
         kind_of("tests/test_x.py::test")
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_slow_tests_that_there_are_have_every_kind():
     registry, results = (f"tests/parity/test_{name}.py" for name in ("registry", "results"))
     slow = collected("-m", "slow", "tests/faults", "tests/ray", "tests/integration/test_memory.py", registry, results)

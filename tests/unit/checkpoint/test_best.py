@@ -93,6 +93,7 @@ def test_what_cannot_be_written_is_told_and_costs_no_other_its_place(tmp_path: P
     assert kept_trials(tmp_path / "w").keys() == {0}
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_full_disk_is_told_and_what_is_kept_stays(tmp_path: Path):
     """A limit on the size of files stands for the disk: the system itself refuses the write."""
     code = """
@@ -120,6 +121,7 @@ def test_a_full_disk_is_told_and_what_is_kept_stays(tmp_path: Path):
     assert [path.name for path in (tmp_path / "w").iterdir()] == ["trial-2.safetensors"]
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_process_killed_at_any_moment_leaves_whole_files(tmp_path: Path):
     """While it flushes, before it renames, and after that, before it removes what is beaten."""
     code = """

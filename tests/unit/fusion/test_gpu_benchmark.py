@@ -70,6 +70,7 @@ def test_stacked_steps_are_those_of_the_models_alone(benchmark):
     torch.testing.assert_close(moved, torch.tensor([1e-4, 5e-5]), rtol=0.05, atol=0)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_row_that_fails_is_missing_and_the_others_are_not(benchmark, monkeypatch):
     class Fails(benchmark.Stack):
         def __init__(self, name, count, device):

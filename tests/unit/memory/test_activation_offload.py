@@ -105,6 +105,7 @@ def test_gradients_are_the_same_to_the_last_bit(saved, name):
     assert saved.bytes_out > 0
 
 
+@pytest.mark.cases(1 / 3)
 def test_nothing_saved_stays_on_the_device_between_forward_and_backward(saved):
     """A chain of five layers: without spilling all of it stays."""
     tracker = StorageTracker()

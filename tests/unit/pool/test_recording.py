@@ -357,6 +357,7 @@ def test_a_pool_records_only_if_asked():
             pool.recording()
 
 
+@pytest.mark.cases(1 / 3)
 def test_neither_recording_nor_slow_links_change_a_number():
     described = task(epochs=2)
     with running(**TIGHT, record=True, devices="cpu:2") as pool:

@@ -60,6 +60,7 @@ def test_longest_processing_time_among_several_begun_here_goes_on_with_the_last(
     assert LPT().choose(THERE, [*begun, view("d", 1.0)]).job == "d", "one that no device has"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "policy", [SRTF(), LPT(), ShardedLRTF(), RandomChoice()], ids=lambda policy: type(policy).__name__
 )

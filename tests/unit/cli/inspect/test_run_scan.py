@@ -197,6 +197,7 @@ def test_a_run_is_found_by_folder_name_and_file(folder, place):
     assert find_run(place, None).name == "first"
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_sweep_file_without_a_name_is_of_no_study_with_a_name(folder):
     study("other")
     nameless = study(None)

@@ -63,6 +63,7 @@ def test_a_step_that_takes_what_the_last_one_freed_has_no_page_faults():
     assert faults(PLANNED, kept=PLAN_BYTES, MALLOC_TRIM_THRESHOLD_="1000000")[0] is False
 
 
+@pytest.mark.cases(1 / 3)
 def test_batches_that_a_thread_makes_have_none_either():
     """The library gives threads other than the main one memory of their own, and takes it back sooner."""
     _, without = faults(ON_A_THREAD)

@@ -51,6 +51,7 @@ def small(**changes):
     return TrainTask(**(arguments | changes))
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -174,6 +175,7 @@ def test_plans_made_ready_while_the_group_forgets_its_plans_are_traced():
         assert_as_plain(run, index, task)
 
 
+@pytest.mark.cases(1 / 3)
 def test_more_trials_than_slots_join_where_all_members_have_ended():
     """The joiners take the slots first, and then the group grows for the others."""
     tasks = [small(seed=seed, epochs=1) for seed in range(2)] + [small(seed=seed) for seed in range(2, 5)]

@@ -110,6 +110,7 @@ def weights(results):
     return [tensor for result in results for tensor in result.module().state_dict().values()]
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_round_under_which_memory_runs_out_goes_on_with_the_step_that_failed(monkeypatch):
     """The bits are the same: what it had drawn is kept, and buffers it had overwritten are put back."""
     tasks = [small(seed=seed) for seed in range(3)]

@@ -116,6 +116,7 @@ def annealed(dropout, **changes):
     )
 
 
+@pytest.mark.cases(1 / 3)
 def test_members_that_join_do_not_count_as_values_of_the_state(monkeypatch):
     """Each has an architecture of its own, by its dropout."""
     monkeypatch.setattr(group_trial, "_MAX_STATES", 3)

@@ -117,6 +117,7 @@ def test_members_with_losses_of_their_own_are_as_alone(caplog):
         assert_as_plain(run, index, one)
 
 
+@pytest.mark.cases(1 / 3)
 def test_members_with_metrics_of_their_own_have_these():
     """Of other names and kinds of numbers than the others', and none but these."""
     tasks = [

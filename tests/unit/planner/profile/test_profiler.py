@@ -131,6 +131,7 @@ def test_the_profiles_that_were_asked_for_last_are_kept(monkeypatch):
     assert [profiles.knows(step, CPU) for step in steps] == [True, False, True]
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_graph_larger_than_memory_is_profiled_with_its_maps_away():
     """At no time is there more than the static tensors, what one node needs, and what the backward has got back."""
     step = sub_array("resnet").step
@@ -151,6 +152,7 @@ def test_a_link_can_be_of_another_bandwidth(bandwidth):
     assert replace(other, in_seconds=array.in_seconds, out_seconds=array.out_seconds) == array
 
 
+@pytest.mark.cases(1 / 3)
 def test_maps_that_lie_longest_are_those_made_first():
     array = SubArrayProfiler(lambda _: Ticks(list(itertools.repeat(1.0, 4)))).array(
         "", sub_array("transformer").step, CPU

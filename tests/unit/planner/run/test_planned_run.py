@@ -103,7 +103,7 @@ LINKS = [
 ]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize(("name", "bytes_per_second", "share", "is_duplex", "gain"), LINKS)
 def test_on_a_slow_link_an_interleaved_pair_is_faster_than_every_way_without(
     name, bytes_per_second, share, is_duplex, gain

@@ -28,6 +28,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize(("name", "optimizer", "share"), CASES)
 def test_a_pair_has_the_bits_of_the_unplanned_run_in_the_memory_that_was_planned(name, optimizer, share):
     options = {"optimizer": optimizer, "is_clipped": True}

@@ -116,6 +116,7 @@ def test_trials_with_other_losses_are_one_group_and_one_whose_loss_draws_is_not(
         assert_as_plain(result, described)
 
 
+@pytest.mark.cases(1 / 3)
 def test_trials_of_one_architecture_are_one_group_and_the_rest_runs_as_ever(sizes):
     """Two architectures, one trial that cannot be fused, and one that nobody is like."""
     tasks = [task(seed) for seed in range(5)]
@@ -382,6 +383,7 @@ def test_auto_fuses_what_gains_and_the_numbers_are_those_of_a_group_that_nobody_
         torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.cases(1 / 3)
 def test_auto_times_steps_and_leaves_the_users_counters_as_they_were(monkeypatch):
     monkeypatch.setattr(group_size_policy, "LEAST_GAIN", 1e6)
     monkeypatch.setattr(group_size_policy, "COST_SHARE", 1e6)
@@ -401,6 +403,7 @@ def test_auto_times_steps_and_leaves_the_users_counters_as_they_were(monkeypatch
         assert_as_plain(result, counting(seed))
 
 
+@pytest.mark.cases(1 / 3)
 def test_auto_leaves_trials_alone_that_gain_too_little_with_the_bits_of_the_plain_loop(sizes, monkeypatch):
     """Groups are timed, and none is good enough."""
     monkeypatch.setattr(group_size_policy, "LEAST_GAIN", 1e6)
@@ -505,6 +508,7 @@ def test_a_compiler_that_no_device_of_the_pool_uses_is_refused():
     check_compiler_acts("cudagraphs", [gpu])
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_trial_that_comes_late_has_the_place_of_one_that_is_over(sizes):
     """A driver that submits another one whenever one ends: one group, whose members are those of plain loops."""
     tasks = [task(seed, epochs=2 + seed % 3) for seed in range(10)]
@@ -592,6 +596,7 @@ def test_a_group_that_cannot_grow_gives_host_memory_back(sizes, monkeypatch, cap
     assert sizes == [2, 1]
 
 
+@pytest.mark.cases(1 / 3)
 def test_one_that_comes_late_and_cannot_begin_fails_alone(sizes):
     class Broken(TensorDataset):
         def __getitem__(self, index):
@@ -798,6 +803,7 @@ class ScalesSmallBatches(nn.Module):
         return self.layers(x * self.scale if len(x) < 8 else x)
 
 
+@pytest.mark.cases(1 / 3)
 def test_trials_that_differ_in_a_later_kind_of_batch_go_on_by_themselves(sizes, caplog):
     """The first batches are alike, and fused; the last one of a pass is smaller, and a number differs there alone."""
     data = TensorDataset(X[:20], Y[:20])

@@ -36,7 +36,7 @@ def trained(pool, tasks, at_first=None):
     return [job.result(PATIENCE_SECONDS) for job in jobs], list(reports.values())
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("unit", [8, 9], ids=["where it can be undone", "within a step"])
 @pytest.mark.parametrize("times", [2, 4])
 def test_a_group_that_has_no_memory_goes_on_in_smaller_ones(sizes, caplog, unit, times):  # noqa: F811

@@ -67,6 +67,7 @@ def test_transformers_that_clip_have_the_bits_of_groups_that_have_room(steps, se
     assert [bits(result) for result in results] == kept(size, tasks_of(**changes))
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize(
     ("optimizer", "epochs"), [(SGD, 1), *(pytest.param(one, 2, marks=pytest.mark.slow) for one in (None, SGD))]
 )

@@ -79,6 +79,7 @@ def roomy(size, epochs=1):
     return [bits(result) for result in results]
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_group_has_the_bits_of_one_for_which_there_is_room(gpus, segments, monkeypatch):
     """Its memory is as an allocator gives it, and its profile is made with nothing else on the device."""
     planned, steps = StepPlanner.planned, []

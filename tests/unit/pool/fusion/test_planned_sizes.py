@@ -60,6 +60,7 @@ def test_a_planned_group_that_runs_out_of_memory_goes_on_in_groups_that_need_no_
     assert max(result.group_size for result in results) == 3
 
 
+@pytest.mark.cases(1 / 3)
 def test_members_that_have_begun_and_draw_picks_are_planned_with_their_first_batch():
     """Such members come back from a group that had no slot for them after all."""
     device = CpuDevice(0, 1 << 30)

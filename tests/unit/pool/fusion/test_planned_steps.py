@@ -124,6 +124,7 @@ def _with(optimizer, seed):
 SGD = (torch.optim.SGD,)
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("optimizer", [None, pytest.param(SGD, marks=pytest.mark.slow)])
 def test_a_group_that_does_not_fit_has_the_bits_of_one_that_does_in_the_memory_there_is(
     steps, optimizer, caplog, monkeypatch
@@ -163,6 +164,7 @@ def test_a_group_in_bfloat16_that_does_not_fit_has_the_bits_of_one_that_does(ste
     assert [bits(result) for result in results] == [bits(result) for result in kept]
 
 
+@pytest.mark.cases(1 / 3)
 def test_batch_norm_in_low_precision_is_not_planned_and_the_log_says_why(steps, caplog):
     caplog.set_level(logging.INFO, "hydra_tune.fusion")
     with running(fusion="on", fusion_size=4, fusion_planner="on", device_memory="300KiB") as pool:
@@ -236,6 +238,7 @@ class Dropping(CNN):
         return super().forward(functional.dropout(x, self.p, self.training))
 
 
+@pytest.mark.cases(1 / 3)
 def test_steps_planned_for_dropout_of_earlier_members_are_dropped(monkeypatch):
     plans, counts, made = set(), set(), PlannedStepCache.steps
 
@@ -353,6 +356,7 @@ class MomentumRests(MomentumLater):
             group["momentum"] = 0.0 if self.rests and self.steps == 3 else 0.9
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_member_whose_momentum_is_0_for_a_step_keeps_its_buffer(steps, caplog):
     """torch leaves the buffer alone in such a step, which no traced operator does; an unplanned group does."""
     caplog.set_level(logging.INFO, "hydra_tune.fusion")
@@ -379,6 +383,7 @@ def test_a_member_whose_momentum_is_0_for_a_step_keeps_its_buffer(steps, caplog)
     assert "the momentum of one of its trials is 0" in caplog.text
 
 
+@pytest.mark.cases(1 / 3)
 def test_members_whose_optimizers_begin_to_compute_otherwise_go_on_in_groups_planned_anew(steps, caplog):
     caplog.set_level(logging.INFO, "hydra_tune.fusion")
     tasks = [
@@ -404,6 +409,7 @@ def test_members_whose_optimizers_begin_to_compute_otherwise_go_on_in_groups_pla
             torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize(
     "kind", ["several batches", *(pytest.param(k, marks=pytest.mark.slow) for k in [*NOT_PLANNED][1:])]
 )

@@ -181,7 +181,7 @@ TOGETHER_ON_GPUS = {
 }
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("small_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("name", TOGETHER_ON_GPUS)
 def test_an_update_on_a_gpu_needs_what_a_step_of_all_parameters_at_once_needs(name, small_bytes, monkeypatch):

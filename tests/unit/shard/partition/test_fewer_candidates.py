@@ -59,6 +59,7 @@ def test_its_refusals_are_the_same(made):
     assert refusals[0].enough_bytes == pytest.approx(refusals[1].enough_bytes, rel=0.002)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("num_shards", [None, 3, "layer"])
 def test_it_finds_the_same_smallest_budget(made, num_shards):
     expected = partitioner(Bisection, made, 1 << 40, 0.15).smallest_budget(num_shards)

@@ -419,6 +419,7 @@ def deep(samples: int, layers: int = 8):
     )
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("samples", [4, pytest.param(256, marks=pytest.mark.slow)])
 def test_an_automatic_buffer_is_the_smallest_that_holds_any_shards_parameters(samples):
     task = deep(samples)

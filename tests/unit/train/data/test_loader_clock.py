@@ -49,6 +49,7 @@ if sys.argv[1] == "hanging":
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("when", ["hanging", "over"])
 def test_functions_can_be_profiled_after_a_draw_was_interrupted(when):
     """On Python 3.11 the first one never began, for it waited for another thread to take its exception."""

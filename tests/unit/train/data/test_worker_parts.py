@@ -40,6 +40,7 @@ def drawn(dataset: Dataset[Any]) -> list[Any]:
         loader_workers.end(iterator)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_worker_that_writes_to_a_large_array_changes_its_own():
     rows = np.arange(LARGE, dtype=np.float32)
     for _ in range(2):

@@ -191,6 +191,7 @@ def test_a_trial_that_cannot_be_cut_keeps_its_activations_on_the_host():
     assert not against_plain(one, result)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_validation_batch_that_does_not_fit_whole_is_evaluated_in_shards():
     one = described(
         model=partial(Plain, 12),
@@ -204,6 +205,7 @@ def test_a_validation_batch_that_does_not_fit_whole_is_evaluated_in_shards():
     assert not against_plain(one, result)
 
 
+@pytest.mark.cases(1 / 3)
 def test_trials_that_do_not_fit_together_make_room_for_each_other():
     """Their tensors leave the device as blocks do, and come back."""
     tasks = [described(seed=seed, epochs=60) for seed in range(4)]
@@ -228,6 +230,7 @@ class Aliased(nn.Module):
         return self.linear(x) * float(1 + abs(self.seen).sum())
 
 
+@pytest.mark.cases(1 / 3)
 def test_memory_that_something_else_shares_is_not_torn_apart_when_room_is_made():
     tasks = [described(model=Aliased, seed=seed, epochs=60) for seed in range(3)]
     tasks += [described(seed=seed, epochs=60) for seed in range(3)]
@@ -310,6 +313,7 @@ def test_all_that_an_update_takes_decides_whether_a_trial_runs_as_it_is(kind, us
     assert isinstance(found, ShardPlan) == fits
 
 
+@pytest.mark.cases(1 / 3)
 def test_an_optimizer_of_the_users_own_whose_update_does_not_fit_is_cut_at_once():
     """Its steps are torch's, and an update of all parameters at once takes as much memory as all of them."""
     one = described(model=partial(Plain, 8), optimizer=partial(OwnAdamW, foreach=True), batch_size=4)
@@ -454,6 +458,7 @@ def test_state_that_a_step_makes_is_on_the_device_for_the_next_step_of_the_burst
     assert against_plain(described, result) == []
 
 
+@pytest.mark.cases(1 / 3)
 def test_in_mixed_precision_too_the_optimizers_state_needs_room_beside_activations():
     """Parameters of 2 MiB, 15 MiB that autograd saves, and 4 MiB of state that the first step of AdamW makes."""
 

@@ -316,6 +316,7 @@ class OverTime(nn.Module):
         return self.head(self.inner(x).mean(1))
 
 
+@pytest.mark.cases(1 / 3)
 def test_batches_of_ever_new_length_are_not_captured_for_ever(monkeypatch):
     captured = []
     capture = PlanLibrary._capture
@@ -330,6 +331,7 @@ def test_batches_of_ever_new_length_are_not_captured_for_ever(monkeypatch):
     assert len(captured) == 8
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_model_that_has_to_be_cut_trains_with_every_length(caplog):
     described = task(model=OverTime, train=_lengths(9), epochs=2)
     with HydraExecutor(devices="cpu:1") as pool:
