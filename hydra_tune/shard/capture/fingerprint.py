@@ -380,6 +380,12 @@ def _logger(value: logging.Logger, seen: dict[int, int], depth: int) -> Hashable
     return (logging.Logger, value.name)
 
 
+def _autocast(value: torch.autocast, seen: dict[int, int], depth: int) -> Hashable:
+    """A region that decorates a function, without the modes that entering the region sets aside."""
+    attributes = sorted((name, item) for name, item in vars(value).items() if not name.startswith("prev"))
+    return (type(value), tuple((name, _value(item, seen, depth)) for name, item in attributes))
+
+
 def _range(value: range, seen: dict[int, int], depth: int) -> Hashable:
     del seen, depth
     return (range, value.start, value.stop, value.step)
@@ -407,4 +413,5 @@ _BY_TYPE: tuple[tuple[Any, Callable[[Any, dict[int, int], int], Hashable]], ...]
     ((types.BuiltinFunctionType, types.MethodDescriptorType), _builtin),
     (OPERATORS, _operator),
     ((logging.Logger,), _logger),
+    ((torch.autocast,), _autocast),
 )

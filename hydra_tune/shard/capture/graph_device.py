@@ -6,8 +6,8 @@ A capture runs on the host, so the recorded device is the CPU, whatever device t
 nodes mean the other device, because the plain loop keeps its model, its batch and all results in a single place, too.
 `cut_shard` (`shard/partition/subgraph.py`) applies `placed` when a shard is cut, and `batched/joint_graph.py` to a traced
 step; `fusion/batching/batched_graph.py` and the interpreters of `planner/` move single nodes' arguments likewise.
-`own_functions.py` walks a graph by `bodies`. Workers of several devices call a placed graph at the same time, so the graph
-itself must not change.
+`own_functions.py` walks a graph by `bodies`, and `precision.py` finds regions. Workers of several devices call a placed
+graph at the same time, so the graph itself must not change.
 """
 
 import copy
@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from hydra_tune.devices.device import worker_place
 
-_AUTOCAST_REGION = torch.ops.higher_order.wrap_with_autocast
+REGION = torch.ops.higher_order.wrap_with_autocast
 
 
 def placed(
@@ -62,7 +62,7 @@ def on(module: fx.GraphModule, place: torch.device) -> fx.GraphModule:
     for body in bodies(copied_graph):
         for node in body.graph.nodes:
             node.args, node.kwargs = moved(node.args, place), moved(node.kwargs, place)
-            if _is_region_of_host(node):
+            if is_region_of_host(node):
                 node.args = (place.type, *node.args[1:])
         body.recompile()
     return copied_graph
@@ -81,12 +81,12 @@ def names_a_device(arguments: Any) -> bool:
 
 
 def _names_a_device(body: fx.GraphModule) -> bool:
-    return any(names_a_device((node.args, node.kwargs)) or _is_region_of_host(node) for node in body.graph.nodes)
+    return any(names_a_device((node.args, node.kwargs)) or is_region_of_host(node) for node in body.graph.nodes)
 
 
-def _is_region_of_host(node: fx.Node) -> bool:
+def is_region_of_host(node: fx.Node) -> bool:
     """Whether a node is an autocast region of the host, whose device type counts as read from a tensor of the capture."""
-    return node.target is _AUTOCAST_REGION and node.args[0] == "cpu"
+    return node.target is REGION and node.args[0] == "cpu"
 
 
 def bodies(module: fx.GraphModule) -> list[fx.GraphModule]:

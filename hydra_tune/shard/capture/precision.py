@@ -11,20 +11,30 @@ the checks and measurements of such steps (`shard/verify/step_outcome.py`, `shar
 `value_replay.py`). Captures and `analyse` (`shard/analysis/graph_analysis.py`) run in `autocast`; stacked operators
 (`fusion/batching/`) use `autocast` and `without_autocast`.
 
+A step may enter `torch.autocast` itself. A capture records such a region as a single operator, which no cut can divide, so
+`merge_regions` puts the operators of the region into the graph and has the whole graph run in the region's precision.
+
 Note: torch keeps a process-wide cache of casts and clears the cache when any thread leaves a `torch.autocast` region.
 Regions of captured code neither use nor clear the cache, because other threads may be in eager code that relies on the
 cache. Regions of eager code use the cache, as in a plain loop, so only a single thread at a time is in such a region
 (`eager_autocast`).
 """
 
+import itertools
+import operator
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
+from hydra_tune.shard.capture.graph_device import REGION, is_region_of_host
 from hydra_tune.shard.capture.step_capture import CapturedStepGraph, StateSpec
 from hydra_tune.task import Precision
 
@@ -104,6 +114,105 @@ def under_autocast(
             return module(*arguments)
 
     return run
+
+
+def merge_regions(captured: CapturedStepGraph) -> CapturedStepGraph:
+    """Return the graph of a step that enters autocast in bfloat16 itself as one that runs in bfloat16 as a whole.
+
+    Operators outside of the regions that would compute otherwise inside are put into regions without autocast. A graph stays as
+    it is where such an operator is a call of the user's own code, or a region of another kind. So does a graph with regions of
+    float16, because its precision would say that the losses are scaled. And so does a graph with a parameter that several
+    regions cast: each region of the user's casts the parameter once, and a capture may have divided a region.
+    """
+    module = captured.module
+    regions = [node for node in module.graph.nodes if _is_region(node)]
+    if captured.precision != "float32" or not regions:
+        return captured
+    cast = Counter(argument.name for region in regions for argument in _cast_in(module, region))
+    if captured.mode == "train" and any(cast[name] > 1 for name in captured.state):
+        return captured
+    outside = [node for node in module.graph.nodes if node not in regions and _changes_in_autocast(node)]
+    if not all(isinstance(node.target, torch._ops.OpOverload) for node in outside):  # noqa: SLF001 - the public type
+        return captured
+    for region in regions:
+        _inline(module, region)
+    for node in outside:
+        _put_into_region(module, node)
+    module.graph.lint()
+    module.recompile()
+    (results,) = next(iter(reversed(module.graph.nodes))).args
+    return replace(captured, outputs=tuple(node.name for node in results), precision="bfloat16")
+
+
+def _is_region(node: fx.Node) -> bool:
+    """Whether a node is a region of autocast in bfloat16, on the device of the capture."""
+    return is_region_of_host(node) and node.args[1:3] == (torch.bfloat16, True)
+
+
+def _changes_in_autocast(node: fx.Node) -> bool:
+    """Whether an operator computes in another precision inside autocast, which its result's dtype shows."""
+    if is_region_of_host(node) or not callable(node.target) or node.target is operator.getitem:
+        return False  # a region has an autocast of its own
+    if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
+        return True
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    found = pytree.tree_leaves(node.meta["val"])
+    mode = next((value.fake_mode for value in found if isinstance(value, FakeTensor)), None)
+    if mode is None:  # of a check without a result
+        return False
+    with mode, autocast("bfloat16"):
+        inside = pytree.tree_leaves(node.target(*args, **kwargs))
+    return [getattr(value, "dtype", None) for value in found] != [getattr(value, "dtype", None) for value in inside]
+
+
+def _cast_in(module: fx.GraphModule, region: fx.Node) -> set[Any]:
+    """The arguments that a region casts."""
+    body = getattr(module, region.args[4].target)  # type: ignore[union-attr, arg-type]
+    pairs = zip(body.graph.find_nodes(op="placeholder"), region.args[5:], strict=True)
+    return {argument for value, argument in pairs if any(_casts(user, [value]) for user in value.users)}
+
+
+def _inline(module: fx.GraphModule, region: fx.Node) -> None:
+    """Put the operators of a region in the region's place."""
+    body = getattr(module, region.args[4].target)  # type: ignore[union-attr, arg-type]
+    values: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), region.args[5:], strict=True))
+    with module.graph.inserting_before(region):
+        for node in body.graph.nodes:
+            if node.op == "output":
+                results = fx.map_arg(node.args[0], values.__getitem__)
+            elif node.op == "get_attr":  # the body of a region inside
+                values[node] = _attribute(module, getattr(body, node.target))
+            elif node.op != "placeholder":
+                values[node] = module.graph.node_copy(node, values.__getitem__)
+    for user in list(region.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        module.graph.erase_node(user)
+    module.graph.erase_node(region)
+
+
+def _put_into_region(module: fx.GraphModule, node: fx.Node) -> None:
+    """Put an operator into a region without autocast, in the operator's place."""
+    body = fx.Graph()
+    arguments = node.all_input_nodes
+    values = {argument: body.placeholder(argument.name) for argument in arguments}
+    for argument, value in values.items():
+        value.meta = dict(argument.meta)
+    body.output((body.node_copy(node, values.__getitem__),))
+    with module.graph.inserting_before(node):
+        attribute = _attribute(module, fx.GraphModule(module, body))
+        region = module.graph.call_function(REGION, ("cpu", torch.bfloat16, False, False, attribute, *arguments))
+        result = module.graph.call_function(operator.getitem, (region, 0))
+    region.meta = {**node.meta, "val": (node.meta["val"],)}
+    result.meta = dict(node.meta)
+    node.replace_all_uses_with(result)
+    module.graph.erase_node(node)
+
+
+def _attribute(module: fx.GraphModule, body: nn.Module) -> fx.Node:
+    """Make the body of a region an attribute of a graph."""
+    name = next(name for name in map("region_{}".format, itertools.count()) if not hasattr(module, name))
+    setattr(module, name, body)
+    return module.graph.get_attr(name)
 
 
 def share_casts(captured: CapturedStepGraph, specs: dict[str, StateSpec], precision: Precision) -> None:

@@ -21,7 +21,7 @@ from hydra_tune.memory.shared.shared_file import shown_again
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.meta_models import bodiless_twin, export_mode, is_unbuilt, solid, without_bytes
-from hydra_tune.shard.capture.precision import autocast, share_casts
+from hydra_tune.shard.capture.precision import autocast, merge_regions, share_casts
 from hydra_tune.shard.capture.step_capture import (
     CapturedStepGraph,
     capture,
@@ -89,6 +89,7 @@ def captured_graph(request: ShardPlanRequest, batch: Any, answers: list[Answer],
     # The check then starts from the streams before the capture: a step that seeds them would agree with the graph by luck.
     with GATE.exclusive(), autocast(request.task.precision), _unchanged(request, twin), preserved_streams():
         captured = capture(request.task, twin, batch, request.mode, answering(answers), divides=divides)
+    captured = merge_regions(captured)
     share_casts(captured, state_specs(request.model), captured.precision)
     return captured
 
@@ -102,6 +103,7 @@ def _captured_unbuilt(request: ShardPlanRequest, batch: Any) -> CapturedStepGrap
     fakes = without_bytes(mode, batches.plain_mappings(batch))
     with GATE.exclusive(), autocast(request.task.precision), _unchanged(request, twin):
         captured = capture(request.task, twin, fakes, request.mode)
+    captured = merge_regions(captured)
     share_casts(captured, state_specs(request.model), captured.precision)
     return replace(captured, constants={name: solid(tensor) for name, tensor in captured.constants.items()})
 
