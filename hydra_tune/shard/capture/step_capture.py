@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import wraps
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -229,10 +230,10 @@ def _as_eager(
         # The flags belong to the process; captures hold the gate alone, so no computing thread sees the change.
         torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False  # noqa: SLF001
         try:
-            with answering, _HookRefusalMode(), numbered(arguments[0]), noting_files(files):
+            with answering, _StepMode() as mode, numbered(arguments[0]), noting_files(files):
                 results = forward(*arguments)
                 functions.check(results)
-            return results
+            return mode.with_checks(results)
         finally:
             torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags  # noqa: SLF001
 
@@ -316,11 +317,17 @@ for _name in (
     setattr(_TensorText, _name, _refusing(_name))
 
 
-class _HookRefusalMode(TorchFunctionMode):
-    """Refuses hooks on activations: a graph has no hooks, and a check on a single batch may not notice the difference.
+class _StepMode(TorchFunctionMode):
+    """Changes what functions of torch do in a captured step.
 
-    Texts of tensors become a `_TensorText`.
+    Hooks on activations are refused: a graph has no hooks, and a check on a single batch may not notice the difference. Texts
+    of tensors become a `_TensorText`. A distribution of `torch.distributions` raises where its arguments are invalid, which no
+    graph can do; `with_checks` makes the results of such a step NaN.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._checks: list[Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -328,7 +335,23 @@ class _HookRefusalMode(TorchFunctionMode):
         if func is Tensor.register_hook:
             raise CaptureError("the step registers a gradient hook on an activation, which a graph would not run")
         result = func(*args, **(kwargs or {}))
+        if func is torch._is_all_true and _is_distribution(sys._getframe(1)):  # noqa: SLF001
+            self._checks.append(result)
+            return True
         return _TensorText(result) if func is Tensor.__repr__ else result
+
+    def with_checks(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a step's results, with NaN for each real number where a distribution would have raised."""
+        for check in self._checks:
+            results = {
+                name: torch.where(check, value, torch.nan) if value.is_floating_point() else value
+                for name, value in results.items()
+            }
+        return results
+
+
+def _is_distribution(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") == torch.distributions.distribution.__name__
 
 
 def _read(program: Any, twin: nn.Module, mode: str, precision: Precision) -> CapturedStepGraph:
