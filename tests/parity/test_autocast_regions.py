@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hydra_tune import TrainTask
+from hydra_tune import HydraExecutor, TrainTask
 from tests.parity.exact import differences, without_seconds
 from tests.parity.observe import watched_ways
 from tests.parity.own_functions import StraightThrough
@@ -141,3 +141,28 @@ def test_fused_a_region_has_the_bits_of_the_precision(step, caplog):
     for one, other in zip(with_region, with_precision, strict=True):
         assert without_seconds(one.history) == without_seconds(other.history)
         assert list(differences(one.state_dict(), other.state_dict())) == []
+
+
+class Deep(nn.Module):
+    """Uses one layer many times, which a region casts once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(12):
+            x = self.layer(x).relu()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "bfloat16"}], ids=str)
+def test_regions_of_two_devices_leave_each_others_casts(changes):
+    """Trials that fit run their own code, in which torch has a single cache of casts for all threads."""
+    step = cross_entropy if changes else all_of_it
+    others = {"model": Deep, "loss": None, "train": lambda: BATCHES * 30, "epochs": 1, **changes}
+    described = [task(step=step, seed=seed, **others) for seed in range(4)]
+    with HydraExecutor(devices="cpu:2") as pool:
+        results = pool.run(described)
+    for one, result in zip(described, results, strict=True):
+        assert against_plain(one, result) == []

@@ -16,8 +16,9 @@ A step may enter `torch.autocast` itself. A capture records such a region as a s
 
 Note: torch keeps a process-wide cache of casts and clears the cache when any thread leaves a `torch.autocast` region.
 Regions of captured code neither use nor clear the cache, because other threads may be in eager code that relies on the
-cache. Regions of eager code use the cache, as in a plain loop, so only a single thread at a time is in such a region
-(`eager_autocast`).
+cache. Regions of eager code use the cache, as in a plain loop, so only a single thread at a time is in such a region: a region
+of `precision=` (`eager_autocast`), and one that a step enters itself (`regions_in_turn`). Threads of `pool.loop` and of the
+user's own take no turns, because such a thread may wait for the pool within its region.
 """
 
 import itertools
@@ -50,6 +51,7 @@ _CASTING = {
     **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), (2,)),
 }
 _CASTS = threading.RLock()
+_INCREMENT, _DECREMENT = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 _LOOPING = frozenset({"gru", "rnn_tanh", "rnn_relu"})  # use their weights once per time step
 
 
@@ -84,15 +86,63 @@ def without_autocast(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def eager_autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
-    """`torch.autocast` for the user's own code, entered by a single thread at a time.
+    """`torch.autocast` for the user's own code, which threads enter in turn."""
+    with regions_in_turn:
+        if precision == "float32":
+            yield
+        else:
+            with torch.autocast(device_type, dtype=getattr(torch, precision)):
+                yield
 
-    Leaving the region clears the casts of all threads, so threads take turns.
+
+class _RegionsInTurn(threading.local):
+    """Context for a step's own code, in which autocast regions of several threads are entered one at a time.
+
+    torch counts the regions that a thread is in. The first region with autocast on takes the turn; its end clears the casts.
     """
-    if precision == "float32":
-        yield
-        return
-    with _CASTS, torch.autocast(device_type, dtype=getattr(torch, precision)):
-        yield
+
+    def __init__(self) -> None:
+        self.num_contexts = 0
+        self.first: int | None = None
+
+    def __enter__(self) -> None:
+        _install()
+        self.num_contexts += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.num_contexts -= 1
+        if not self.num_contexts:
+            self._end()  # of a region that the step has not left
+
+    def entered(self) -> int:
+        """In the place of `torch.autocast_increment_nesting`."""
+        nesting = _INCREMENT()
+        if self.num_contexts and self.first is None and torch._C._is_any_autocast_enabled():  # noqa: SLF001
+            _CASTS.acquire()
+            self.first = nesting
+        return nesting
+
+    def left(self) -> int:
+        """In the place of `torch.autocast_decrement_nesting`; where 0 is returned, torch clears the casts of all threads."""
+        nesting = _DECREMENT()
+        if not self.num_contexts:
+            return nesting
+        if self.first is not None and nesting < self.first:
+            self._end()
+        return nesting or -1
+
+    def _end(self) -> None:
+        if self.first is not None:
+            self.first = None
+            torch.clear_autocast_cache()
+            _CASTS.release()
+
+
+regions_in_turn = _RegionsInTurn()
+
+
+def _install() -> None:
+    torch.autocast_increment_nesting, torch.autocast_decrement_nesting = regions_in_turn.entered, regions_in_turn.left
 
 
 def _set(device_type: str, enabled: bool, dtype: torch.dtype, cached: bool) -> None:

@@ -39,7 +39,7 @@ from hydra_tune.memory.activation_offload import LazySavedTensorSpiller
 from hydra_tune.memory.block import BlockKind
 from hydra_tune.memory.lease import Lease
 from hydra_tune.shard.capture.batch import refuse_nested
-from hydra_tune.shard.capture.precision import eager_autocast
+from hydra_tune.shard.capture.precision import eager_autocast, regions_in_turn
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.capture.step_module import evaluation_metrics, training_loss
 from hydra_tune.shard.cost.pilot import aligned
@@ -143,7 +143,8 @@ class WholeModelRunner:
             seed_anew(self._device.torch_device)
         is_checked, self._is_first = self._is_first and not self._has_gradients, False
         if self._following is None and self._task.precision == "float32":
-            loss = self._loss(self._module, batch)
+            with regions_in_turn:
+                loss = self._loss(self._module, batch)
         else:
             with self._surroundings():
                 loss = self._loss(self._module, batch)
@@ -157,9 +158,10 @@ class WholeModelRunner:
             raise BadLossError(f"the training loss is {value}")
         root = self._gradients.objective(share)(loss)
         if self._following is None:
-            root.backward()  # type: ignore[no-untyped-call]
+            with regions_in_turn:  # of a checkpointed layer
+                root.backward()  # type: ignore[no-untyped-call]
         else:
-            with self._following.differentiating(root, self._trained_parameters()):
+            with regions_in_turn, self._following.differentiating(root, self._trained_parameters()):
                 root.backward()  # type: ignore[no-untyped-call]
         self._num_batches += 1
         return value
@@ -323,9 +325,8 @@ class WholeModelRunner:
         stack = ExitStack()
         if self._following is not None:
             stack.enter_context(self._following.saving())
-        if self._task.precision != "float32":
-            assert self._device is not None
-            stack.enter_context(eager_autocast(self._task.precision, self._device.torch_device.type))
+        assert self._device is not None
+        stack.enter_context(eager_autocast(self._task.precision, self._device.torch_device.type))
         return stack
 
     def _followed(self, following: "_TrackedStep") -> None:

@@ -1,7 +1,7 @@
 """Autocast around pieces of a graph gives what one region around all of it gives, and disturbs no other thread."""
 
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune import TrainTask
-from hydra_tune.shard.capture.precision import _CASTS, autocast, eager_autocast, share_casts
+from hydra_tune.shard.capture.precision import _CASTS, autocast, eager_autocast, regions_in_turn, share_casts
 from hydra_tune.shard.capture.step_capture import capture, state_specs
 
 BATCH = (torch.randn(4, 8), torch.randint(4, (4,)))
@@ -81,6 +81,8 @@ def test_another_threads_casts_are_kept():
     def disturb():
         with autocast("bfloat16"):
             functional.linear(x, weight)
+        with regions_in_turn, torch.autocast("cpu", enabled=False):
+            functional.linear(x, weight)
 
     def casts_of_weight(between):
         with torch.autocast("cpu", torch.bfloat16):
@@ -113,9 +115,33 @@ def test_threads_are_in_regions_of_eager_code_one_at_a_time():
         if was_free[-1]:
             _CASTS.release()
 
-    for region in (nullcontext(), eager_autocast("bfloat16"), eager_autocast("float32")):
-        with region:
+    def try_within(*regions):
+        with ExitStack() as stack:
+            for region in regions:
+                stack.enter_context(region)
             thread = threading.Thread(target=try_it)
             thread.start()
             thread.join()
-    assert was_free == [True, False, True]
+        return was_free.pop()
+
+    on, off = partial(torch.autocast, "cpu", torch.bfloat16), partial(torch.autocast, "cpu", enabled=False)
+    assert try_within()
+    assert not try_within(eager_autocast("bfloat16"))
+    assert try_within(eager_autocast("float32"))
+    assert not try_within(regions_in_turn, on())
+    assert not try_within(regions_in_turn, off(), on(), off())
+    assert try_within(regions_in_turn, off())
+    assert try_within(on()), "a region of no step"
+    assert try_within()
+
+
+def test_a_region_that_a_step_does_not_leave_keeps_nobody_waiting():
+    region = torch.autocast("cpu", torch.bfloat16)
+    with regions_in_turn:
+        region.__enter__()
+    free = []
+    thread = threading.Thread(target=lambda: free.append(_CASTS.acquire(blocking=False) and not _CASTS.release()))
+    thread.start()
+    thread.join()
+    region.__exit__(None, None, None)
+    assert free == [True]
