@@ -201,9 +201,10 @@ class PythonStateGuard:
             by_step: whether the step alone has run since. A tensor, or None, in the place of another tensor is then no change
                 of an attribute of the model, and results that cached functions have kept are none.
         """
-        is_known = not by_step and self._snapshot is not None and self._snapshot.holds()
+        looks_at_model = not (by_step or beside_model)
+        is_known = looks_at_model and self._snapshot is not None and self._snapshot.holds()
         # Taken before the look: the next look sees any later change. Of a model whose numbers change, no snapshot holds.
-        takes = not (by_step or beside_model or is_known) and self._num_snapshots < _MAX_SNAPSHOTS
+        takes = looks_at_model and not is_known and self._num_snapshots < _MAX_SNAPSHOTS
         taken = ModelSnapshot(self._module) if takes else None
         for holder in self._outside if beside_model or is_known else self._holders:
             if (name := holder.change(by_step=by_step)) is not None:

@@ -36,6 +36,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune.errors import CaptureError, TaskError
+from hydra_tune.shard.python_state.model_snapshot import ModelSnapshot
 from hydra_tune.shard.python_state.reachable_values import walked
 from hydra_tune.shard.python_state.state_guard import (
     PythonStateGuard,
@@ -350,6 +351,13 @@ def test_a_look_at_an_unchanged_model_reads_no_module_by_itself(monkeypatch):
         looked_at.clear()
         assert guard.change() is None
         assert sum(holder.is_of_model for holder in looked_at) == number * 3
+
+
+def test_a_look_beside_the_model_compares_no_snapshot(monkeypatch):
+    guard = guard_of(reading(None))
+    assert guard.change() is None
+    monkeypatch.setattr(ModelSnapshot, "holds", lambda _: pytest.fail("a look at the model"))
+    assert guard.change(beside_model=True) is None
 
 
 def test_a_tensor_that_the_model_keeps_for_others_is_no_change_by_the_step():
