@@ -18,7 +18,8 @@ Note: torch keeps a process-wide cache of casts and clears the cache when any th
 Regions of captured code neither use nor clear the cache, because other threads may be in eager code that relies on the
 cache. Regions of eager code use the cache, as in a plain loop, so only a single thread at a time is in such a region: a region
 of `precision=` (`eager_autocast`), and one that a step enters itself (`regions_in_turn`). Threads of `pool.loop` and of the
-user's own take no turns, because such a thread may wait for the pool within its region.
+user's own take no turns, because such a thread may wait for the pool within its region. But whoever clears the cache waits
+until no step is in a region.
 """
 
 import itertools
@@ -125,11 +126,16 @@ class _RegionsInTurn(threading.local):
     def left(self) -> int:
         """In the place of `torch.autocast_decrement_nesting`; where 0 is returned, torch clears the casts of all threads."""
         nesting = _DECREMENT()
-        if not self.num_contexts:
+        if self.num_contexts:
+            if self.first is not None and nesting < self.first:
+                self._end()
+            return nesting or -1
+        # A thread of torch's own may work for the thread whose turn is now, and must not wait for that thread.
+        if nesting or isinstance(threading.current_thread(), threading._DummyThread):  # noqa: SLF001
             return nesting
-        if self.first is not None and nesting < self.first:
-            self._end()
-        return nesting or -1
+        with _CASTS:
+            torch.clear_autocast_cache()
+        return -1
 
     def _end(self) -> None:
         if self.first is not None:

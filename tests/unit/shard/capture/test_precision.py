@@ -73,6 +73,17 @@ def test_the_region_is_what_autocast_is_and_ends():
     assert torch.is_autocast_cache_enabled()
 
 
+def casts_behind(*results):
+    """The number of casts to another precision in the history of some results."""
+    found, waiting = set(), [result.grad_fn for result in results]
+    while waiting:
+        node = waiting.pop()
+        if "ToCopy" in node.name():
+            found.add(node)
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return len(found)
+
+
 def test_another_threads_casts_are_kept():
     """Eager code adds the gradients of one cast's uses in low precision; losing the cast between two uses changes them."""
     weight = torch.randn(8, 8, requires_grad=True)
@@ -89,13 +100,7 @@ def test_another_threads_casts_are_kept():
             one = functional.linear(x, weight)
             between()
             other = functional.linear(x, weight)
-        found, waiting = set(), [one.grad_fn, other.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if "ToCopy" in node.name():
-                found.add(node)
-            waiting += [following for following, _ in node.next_functions if following is not None]
-        return len(found)
+        return casts_behind(one, other)
 
     def elsewhere():
         thread = threading.Thread(target=disturb)
@@ -133,6 +138,25 @@ def test_threads_are_in_regions_of_eager_code_one_at_a_time():
     assert try_within(regions_in_turn, off())
     assert try_within(on()), "a region of no step"
     assert try_within()
+
+
+def test_whoever_clears_the_casts_waits_for_the_step_in_its_region():
+    def pass_through():
+        with torch.autocast("cpu", enabled=False):
+            entered.set()
+
+    entered, thread = threading.Event(), threading.Thread(target=pass_through)
+    weight = torch.randn(8, 8, requires_grad=True)
+    with regions_in_turn, torch.autocast("cpu", torch.bfloat16):
+        one = functional.linear(torch.ones(1, 8), weight)
+        thread.start()
+        assert entered.wait(60)
+        thread.join(0.2)
+        assert thread.is_alive()
+        other = functional.linear(torch.ones(1, 8), weight)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert casts_behind(one, other) == 1
 
 
 def test_a_region_that_a_step_does_not_leave_keeps_nobody_waiting():
