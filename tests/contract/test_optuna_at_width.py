@@ -168,6 +168,7 @@ def test_the_first_of_several_uncaught_errors_is_raised(pool):
     assert repr(raised.value) in failed[0]
 
 
+@pytest.mark.cases(1)
 def test_an_interrupt_raised_in_training_cancels_the_running_trials(pool, jobs):
     def objective(trial):
         def train():

@@ -23,6 +23,7 @@ def _quiet():
     optuna.logging.set_verbosity(before)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_study_of_fused_trials_has_the_values_of_plain_loops():
     described = {}
 
@@ -109,6 +110,7 @@ def test_a_search_that_fills_all_groups_begins_with_a_smaller_group_on_each_devi
         assert max(num_completed) == 0, "all together are over earlier"
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_first_wave_that_is_paused_holds_up_no_other_trial():
     """All four are paused, and go on once another trial is over."""
     jobs, ended = [], []
@@ -150,6 +152,7 @@ def test_a_pruner_that_groups_make_useless_is_told_without_staggering_which_woul
     assert "max_concurrent" in caplog.text
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_best_of_fused_trials_are_kept_also_of_late_ones_whose_group_lies_on_disk(tmp_path, monkeypatch):
     """Two places, so that the others join; the groups' states are beyond host memory."""
     described, jobs = {}, []

@@ -110,6 +110,7 @@ def test_many_random_searches_at_width_one_are_those_of_stock_optuna(narrow):
     assert_same(narrow, MORE)
 
 
+@pytest.mark.cases(1)
 def test_random_searches_at_a_larger_width_have_the_same_trials(wide):
     assert_same_out_of_order(wide, QUICK)
 

@@ -24,6 +24,7 @@ def ask(study, told=True):
     return drawn
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_a_search_that_goes_on_draws_what_it_would_have_drawn(kind, tmp_path):
     whole = optuna.create_study(sampler=SAMPLERS[kind]())

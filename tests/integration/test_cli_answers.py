@@ -258,6 +258,7 @@ def test_a_study_by_stock_optuna_is_read_drawn_and_left_as_it_is(tmp_path, monke
     assert "no event log or lock here says whether their process lives" in run["next_step"]
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_fixed_parameter_is_in_no_picture(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     study = optuna.create_study(study_name="stock", storage="sqlite:///stock.db")

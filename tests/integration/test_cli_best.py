@@ -40,6 +40,7 @@ def best(swept, monkeypatch):
     return lambda *arguments: CliRunner().invoke(main, ["best", *map(str, arguments)])
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_sweep_names_the_files_and_best_writes_the_first(swept, best, tmp_path, monkeypatch):
     project, report = swept
     ranked = sorted(report["trials"], key=lambda trial: trial["value"])
@@ -184,6 +185,7 @@ def test_export_into_a_folder_that_cannot_be_read_says_so(tmp_path, monkeypatch)
     assert list((tmp_path / "results").iterdir()) == []
 
 
+@pytest.mark.cases(1 / 3)
 def test_export_names_the_command_that_has_the_options_for_other_weights(swept, best, tmp_path):
     optuna.create_study(
         study_name="pareto", storage=f"sqlite:///{tmp_path}/two.db", directions=["minimize", "minimize"]

@@ -77,6 +77,7 @@ def change(folder, old, new):
     path.write_text(path.read_text().replace(old, new))
 
 
+@pytest.mark.cases(1 / 3)
 def test_tables_at_80_columns(folder):
     done = run(folder, "--trials", "2")
     assert done.exit_code == 0, done.output
@@ -149,6 +150,7 @@ def test_json_is_alone_on_standard_output_and_has_it_all(folder):
     assert device["peak_bytes"] <= device["budget_bytes"] == parse_bytes("2000KiB")
 
 
+@pytest.mark.cases(1 / 3)
 def test_what_does_not_fit_says_how_much_would_do_and_the_others_are_planned(folder):
     done = run(folder, "--json", "--trials", "2", "--device-memory", "600KiB")
     assert done.exit_code == 1
@@ -197,6 +199,7 @@ def test_what_is_set_goes_before_what_the_file_fixes(folder):
     assert ":5:3: parameters.width is searched, not fixed" in refused.stderr
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_tuned_cut_is_shown_with_its_reason(folder):
     change(folder, 'devices: "cpu:1"', 'num_shards: tuned, devices: "cpu:1"')
     done = run(folder, "--trials", "2")
@@ -208,6 +211,7 @@ def test_a_tuned_cut_is_shown_with_its_reason(folder):
     assert [(width, f"trial 1: {cut}") for width, cut in told] == [(256, line)]
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_number_of_pieces_that_was_chosen_is_shown_with_its_reason(folder):
     model = folder / f"{MODULE}.py"
     text = model.read_text().replace("train=partial", 'split_batches="auto", train=partial')

@@ -230,6 +230,7 @@ def test_one_failing_trial_does_not_end_the_sweep(project):
     assert failed
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_timeout_starts_no_more_trials(project, monkeypatch):
     """It is over after fifty looks at the clock."""
     looks = itertools.count()

@@ -150,6 +150,7 @@ def test_no_process_outlives_its_supervisor(tmp_path, plain):
     assert_as_plain(project, plain, json.loads(done.stdout), set(range(NUM_TRIALS)))
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_signal_to_all_processes_is_one_signal(tmp_path):
     project = project_in(tmp_path, "wait")
     with waiting(project, "--stop-seconds", "600") as (process, _):

@@ -83,6 +83,7 @@ def test_the_bits_are_those_of_tuples(changes, options):
     assert result.num_shards == options.get("num_shards", 1)
 
 
+@pytest.mark.cases(1 / 3)
 def test_trials_are_fused(monkeypatch):
     gather(monkeypatch, lambda count: count >= 2)
     with HydraExecutor("cpu:1", fusion="on", fusion_size=2) as pool:

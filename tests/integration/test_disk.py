@@ -190,6 +190,7 @@ def test_trials_share_host_memory_and_disk(tmp_path):
     assert ours(tmp_path) == []
 
 
+@pytest.mark.cases(1 / 3)
 def test_batches_side_by_side_read_what_is_on_disk(tmp_path):
     def make():  # without BatchNorm, whose batches depend on each other
         layers = [part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.2))]
@@ -226,6 +227,7 @@ def test_a_pruned_trial_leaves_the_disk_at_once_and_others_stay(tmp_path):
     assert ours(tmp_path) == []
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_trial_whose_files_cannot_be_read_fails_alone(tmp_path, width):
     with pool(tmp_path, max_concurrent=width) as executor:
@@ -246,6 +248,7 @@ def test_a_trial_whose_files_cannot_be_read_fails_alone(tmp_path, width):
         assert executor._pool._host.ledger.used_bytes == 0
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_trial_whose_files_cannot_be_read_begins_again(tmp_path):
     with pool(tmp_path, max_retries=1) as executor:
         stream = executor.events()
@@ -265,6 +268,7 @@ def test_a_trial_whose_files_cannot_be_read_begins_again(tmp_path):
     assert against_plain(one_thread(lambda: train_plain(task(0))), event.result) == []
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_trial_whose_copies_the_disk_refuses_fails_by_name_when_another_needs_the_room(tmp_path):
     with pool(tmp_path, max_concurrent=2) as executor:
         stream = executor.events()

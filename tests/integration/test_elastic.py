@@ -56,6 +56,7 @@ def test_trials_go_on_elsewhere_with_the_same_numbers(options):
         assert pool.stats().devices["cpu:1"].units == units
 
 
+@pytest.mark.cases(1 / 3)
 def test_what_is_on_disk_stays_right(tmp_path):
     with running(devices="cpu:2", host_memory="40KiB", spill_dir=tmp_path, max_concurrent=3, **TIGHT) as pool:
         jobs = [pool.submit(long(seed)) for seed in range(3)]

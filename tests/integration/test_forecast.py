@@ -129,6 +129,7 @@ def test_without_sending_ahead_it_is_what_is_counted_to_the_byte(case):
     assert sum(bytes_out.values()) > 0
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("activations", [pytest.param("recompute", marks=pytest.mark.slow), "keep"])
 def test_with_it_about_that(activations, monkeypatch):
     """What is sent ahead depends on how fast copies are, by some percent: here all are made at once."""
@@ -149,6 +150,7 @@ def test_with_it_about_that(activations, monkeypatch):
     )
 
 
+@pytest.mark.cases(1 / 3)
 def test_it_says_how_the_trial_would_run():
     with running(num_shards=LAYERS, device_memory=LINEAR_BUDGET) as pool:
         planned = pool.plan([linear(5, accumulate=4, activations="recompute")])
@@ -189,6 +191,7 @@ def test_it_says_how_batches_of_a_step_would_use_idle_devices() -> None:
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("link", "told"), [(None, "run data-parallel on idle"), ("20MB/s", "keep to one device, which")]
 )
@@ -330,6 +333,7 @@ def test_trials_that_cannot_be_planned_are_told_and_fail_by_themselves_and_the_o
     assert "_unique2" in str(results[0].error)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_compiled_model_is_planned_as_it_was_before():
     with running(device_memory=LINEAR_BUDGET, num_shards=LAYERS) as pool:
         compiled = pool.plan([linear(5, compile="eager")])
@@ -392,6 +396,7 @@ def test_what_is_remembered_is_what_is_run(monkeypatch, case):
     assert quick.bytes_by_kind["optimizer" if case != "updates on the host" else "parameters"] > 0
 
 
+@pytest.mark.cases(1 / 3)
 def test_steps_that_repeat_are_not_run_again(monkeypatch):
     runs = Counter()
 
@@ -415,6 +420,7 @@ def test_steps_that_repeat_are_not_run_again(monkeypatch):
     assert set(runs.values()) == {1}
 
 
+@pytest.mark.cases(1 / 3)
 def test_what_was_not_checked_is_not_trained_with(monkeypatch):
     monkeypatch.setattr("hydra_tune.pool.dry_run.report._MOST_CHECKED_BYTES", 1 << 10)
     with running(device_memory="260KiB") as pool:
@@ -466,6 +472,7 @@ class RandomClock:
         return self._source.random()
 
 
+@pytest.mark.cases(1 / 3)
 def test_what_is_kept_is_chosen_by_no_clock(monkeypatch):
     """So a plan that is made today is that of the run tomorrow."""
     plans = []
@@ -560,6 +567,7 @@ def test_a_large_model_takes_no_memory():
     assert grown < 300
 
 
+@pytest.mark.cases(1 / 3)
 def test_architectures_are_numbered():
     with running() as pool:
         other = partial(task, model=lambda: nn.Linear(8, 4))
@@ -568,6 +576,7 @@ def test_architectures_are_numbered():
     assert [first.architecture, second.architecture, third.architecture, again.architecture] == [0, 0, 1, 1]
 
 
+@pytest.mark.cases(1 / 3)
 def test_nothing_is_trained_and_nothing_is_left():
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     with running(num_shards=2) as pool:
@@ -606,6 +615,7 @@ def test_an_error_of_the_task_is_told_with_its_cause():
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 
+@pytest.mark.cases(1 / 3)
 def test_what_the_users_code_counts_is_left_as_it_was():
     counts = Counter[str]()
 

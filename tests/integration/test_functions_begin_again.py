@@ -72,6 +72,7 @@ def reports(result: Any) -> list[dict[str, float]]:
     return [{name: value for name, value in report.items() if name != "seconds"} for report in result.history]
 
 
+@pytest.mark.cases(1 / 3)
 def test_members_of_a_group_whose_step_another_member_failed_end_as_by_themselves():
     with HydraExecutor("cpu:1", fusion="on") as pool:
         failed, *others = pool.run([task(bad_batch=7), task(), task()], on_error="return")

@@ -103,6 +103,7 @@ def until(condition):
         time.sleep(0.01)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("devices", "changes"),
     [
@@ -560,6 +561,7 @@ def dropping(width, p):
     return nn.Sequential(nn.Linear(8, width), nn.Dropout(p), nn.Linear(width, 4))
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_trial_whose_data_hang_while_it_is_compared_keeps_only_that_comparison_waiting(monkeypatch, tmp_path):
     """The first trial's carrier draws a batch of the second to compare both; trials behind the two do not wait."""
     monkeypatch.setattr(group_jobs, "_PATIENCE_SECONDS", 0.05)

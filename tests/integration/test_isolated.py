@@ -75,6 +75,7 @@ def test_a_trial_that_ends_its_process_fails_alone(tmp_path, monkeypatch, plain,
     assert str(error).startswith(f"job {BAD} has ended the pool's process 2 times while it ran, the last time by {how}")
 
 
+@pytest.mark.cases(1 / 3)
 def test_devices_that_are_lost_later_are_lost_by_the_same_trial(tmp_path, monkeypatch, plain, caplog):
     """The trial at fault is over when the last device is lost, under another trial."""
     losable(monkeypatch)
@@ -140,6 +141,7 @@ def test_a_loss_between_two_units_is_seen_under_the_trial_that_ran_there(monkeyp
     assert not re.search("while job [02] was at work", caplog.text), caplog.text
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_loss_while_a_trial_is_prepared_is_that_trials(monkeypatch, caplog):
     losable(monkeypatch)
     tasks = [long(0), long(1, model=fail_with_all), long(2)]
@@ -150,6 +152,7 @@ def test_a_loss_while_a_trial_is_prepared_is_that_trials(monkeypatch, caplog):
     assert not re.search("while job [02] was at work", caplog.text), caplog.text
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_process_that_is_killed_from_outside_is_begun_again(tmp_path, plain, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = set(psutil.Process().children(recursive=True))
@@ -320,6 +323,7 @@ def test_a_trials_own_error_comes_back_with_its_traceback():
     assert "in fails" in results[1].error.__notes__[0]
 
 
+@pytest.mark.cases(1 / 3)
 def test_reports_wait_for_their_answers_across_a_crash(tmp_path, plain):
     """The driver hears of each report once, and what it has pruned stays pruned."""
     told = []
@@ -377,6 +381,7 @@ with HydraExecutor(devices="cpu:1", device_memory="4MiB", isolate=True) as pool:
 """
 
 
+@pytest.mark.cases(1 / 3)
 def test_no_process_outlives_a_program_that_is_killed(tmp_path):
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, [ROOT, *sys.path])))
     with Forked(run_code, PROGRAM, cwd=tmp_path, environment=environment) as program:

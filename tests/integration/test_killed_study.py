@@ -69,6 +69,7 @@ def test_a_killed_search_ends_as_one_that_never_was(tmp_path):
     assert [trial[1] for trial in found] == [TrialState.COMPLETE] * len(RATES)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_search_does_not_take_what_another_one_runs_or_has_left(tmp_path):
     """Of a study of the same name that was deleted, and of a trial that is under way elsewhere."""
     with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path / "saved") as pool:
@@ -121,6 +122,7 @@ def test_a_trial_without_a_checkpoint_begins_anew_once_its_search_has_died(tmp_p
     assert [path.name for path in (tmp_path / "saved" / ".searches").iterdir() if path.suffix != ".json"] == ["lock"]
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_study_of_the_same_name_in_another_storage_removes_no_checkpoint(tmp_path):
     """Neither does a copy of the study; the study itself goes on, also from another place, and may be made anew."""
 

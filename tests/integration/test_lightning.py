@@ -795,6 +795,7 @@ def test_a_result_is_a_module_and_a_checkpoint_again(tmp_path):
         assert torch.equal(value, fresh.state_dict()[name])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("shards", [None, 2])
 def test_a_trained_module_keeps_nothing_of_the_pool(shards):
     before = {name: repr(value) for name, value in vars(Classifier()).items() if name not in ("_modules", "training")}

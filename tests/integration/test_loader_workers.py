@@ -91,6 +91,7 @@ def loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
     return DataLoader(dataset, **({"batch_size": 8, "num_workers": 1} | options))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("end", "persistent"),
     [
@@ -263,6 +264,7 @@ class ManyTensors(Dataset[Any]):
         return 24
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_dataset_of_many_tensors_can_be_sent():
     dataset = ManyTensors()
     described = build("generator", train=loader(dataset), epochs=2)
@@ -407,6 +409,7 @@ def test_a_class_that_a_script_defines_after_its_first_task_is_refused_by_name(t
     assert done.stdout.split()[4:] == ["failed", "TaskError", "end"]
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_server_ends_with_the_last_executor_that_needs_it(monkeypatch):
     # Without a main file, as in the processes of a test runner, each executor has a server of its own.
     monkeypatch.setattr(worker_server, "has_main_file", lambda: True)

@@ -158,6 +158,7 @@ def test_a_new_sum_is_no_reason_for_a_new_capture(monkeypatch):
     assert len(captures) == 4  # two sizes of batches, to train and to evaluate
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"step": sample_mean, "loss_weight": None, "remainder": "divide_by_rest"}],
@@ -199,6 +200,7 @@ def test_fused_trials_are_weighed_each_by_itself(validation, monkeypatch, caplog
         assert_same(result, described, close=partial(torch.allclose, rtol=1e-4, atol=1e-6), metrics=not validation)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_fused_trials_of_a_dataset_are_weighed_too(accumulate, monkeypatch, caplog):
     """Their batches would be gathered for all members at once."""

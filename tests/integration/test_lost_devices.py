@@ -53,6 +53,7 @@ def losing(devices, after):
     return Seventh(lambda: devices[1].lose_at(after))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("after", "options"), [(0, {}), (3, TIGHT)], ids=["roomy", "tight"])
 def test_trials_of_a_lost_device_end_with_the_same_numbers(devices, caplog, after, options):
     described = [long(seed) for seed in range(2)]
@@ -154,6 +155,7 @@ def held():
     go_on.set()
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_paused_trial_whose_state_is_lost_stays_paused(devices, held):
     instrument, reached, go_on = held
     with running(devices="cpu:2", max_concurrent=2, instrument=instrument) as pool:
@@ -191,6 +193,7 @@ def test_a_pause_that_ends_just_before_a_trial_begins_again_has_ended(devices, h
     assert [result.status for result in results] == ["completed", "completed"]
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_device_that_works_again_may_be_added_again(devices):
     described = [long(seed) for seed in range(2)]
     with running(devices="cpu:2", max_concurrent=2, instrument=losing(devices, 0)) as pool:

@@ -98,6 +98,7 @@ def test_trials_are_the_same_whatever_other_threads_draw_and_seed(model):
     assert not against_plain(described, result)
 
 
+@pytest.mark.cases(1 / 3)
 def test_trials_beside_a_plain_loop_of_the_same_data():
     """It seeds, draws and computes in another thread; the trials are what they are without it."""
     tasks = [task(model=model, train=noisy_parts, epochs=20) for model in (whole, captured)]

@@ -114,6 +114,7 @@ def test_wherever_memory_runs_out_the_numbers_are_the_same_or_the_trial_fails_by
     assert failed["update"] > 0, "the optimizer's step"
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize(
     "operation", [pytest.param(4, marks=pytest.mark.slow), 8, pytest.param(12, marks=pytest.mark.slow)]
 )

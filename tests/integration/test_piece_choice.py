@@ -181,6 +181,7 @@ def test_what_was_looked_at_is_not_captured_again(monkeypatch):
     assert len(captured) == len(set(captured)) > 2
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_model_without_bytes_is_split_alike(monkeypatch):
     """And what can be told of it without a run is refused."""
     with pool_of() as pool:

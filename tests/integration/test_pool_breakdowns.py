@@ -192,6 +192,7 @@ def samples():
     made.opened.set()
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_thread_back_from_a_loader_to_a_lost_device_fails_no_other_trial(devices, samples, monkeypatch):
     worker = LosableDevice.worker
 

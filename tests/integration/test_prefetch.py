@@ -60,6 +60,7 @@ def run(tasks, **options):
     return results, pool.stats().devices.values()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_delays_on_the_copy_thread_change_no_bit(hooked, seed):
     """Late, early, or in an order of their own: losses, weights and optimizer state are those of a plain loop."""
@@ -77,6 +78,7 @@ def test_delays_on_the_copy_thread_change_no_bit(hooked, seed):
         assert 0 <= device.overlap <= 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("policy", ["random", "fair", "lpt"])
 def test_whatever_is_guessed_the_numbers_are_the_same(policy):
     tasks = [task(epochs=2, seed=seed) for seed in range(3)]
@@ -111,6 +113,7 @@ def test_where_everything_fits_nothing_is_sent_ahead():
     assert {device.bytes_ahead for device in devices} == {0}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("device_memory", [None, "24KiB"])
 def test_what_is_on_another_device_is_sent_ahead(tmp_path, device_memory):
     """Three trials on two devices, behind links and with the same turns: their shards change devices.

@@ -166,6 +166,7 @@ def test_batches_side_by_side_read_the_base_on_both_devices(base):
         assert_same(result, train_plain(one))
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_first_use_of_a_base_leaves_the_numbers_of_its_trial_alone():
     fresh = SharedModule(Trunk, seed=1)
     first, second = train_plain(lora_tasks(fresh)[0]), train_plain(lora_tasks(fresh)[0])
@@ -278,6 +279,7 @@ def thaw(module, _optimizer, steps):
         module.layers[2].inner.weight.requires_grad_(True)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("after_step", "way"),
     [
@@ -380,6 +382,7 @@ def test_a_checkpoint_holds_the_adapter_and_resumes_on_the_same_base_alone(base,
         load_module(lora_tasks(SharedModule(Bent, seed=1))[1], path)
 
 
+@pytest.mark.cases(1 / 3)
 def test_trials_pruned_at_a_report_leave_the_others_alone(base, plain):
     with HydraExecutor(**CUT) as pool:
         events = EventStream()
@@ -392,6 +395,7 @@ def test_trials_pruned_at_a_report_leave_the_others_alone(base, plain):
             assert_same(job.result(PATIENCE_SECONDS), expected)
 
 
+@pytest.mark.cases(1 / 3)
 def test_two_bases_serve_at_once(base, plain):
     other = SharedModule(Trunk, seed=5)
     tasks = [lora_tasks(base)[0], lora_tasks(other)[1]]
@@ -401,6 +405,7 @@ def test_two_bases_serve_at_once(base, plain):
         assert_same(result, expected)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_base_goes_to_another_process_by_its_recipe(base, plain):
     with HydraExecutor(**CUT, isolate=True) as pool:
         (result,) = pool.run(lora_tasks(base)[:1])

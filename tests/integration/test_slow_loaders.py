@@ -288,6 +288,7 @@ def test_another_trial_runs_to_its_end_while_a_worker_of_one_hangs(tmp_path, mem
     assert against_plain(slow, found) == []
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_second_wait_within_the_draws_of_a_step_keeps_no_capture_out(tmp_path):
     """The first has cost the trial its device."""
     data = Waits(tmp_path, 8, 16)

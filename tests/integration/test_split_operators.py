@@ -182,6 +182,7 @@ def test_a_refusal_is_the_trials_own():
     assert "the step reads 'weight' of 'head'" in str(named.error)
 
 
+@pytest.mark.cases(1 / 3)
 def test_trials_share_a_capture_where_they_are_cut_alike(captured_once):
     captured_once.clear()
     tasks = [task(split_operators={"embed": count, "head": 4}, seed=seed) for seed, count in enumerate((4, 4, 8))]

@@ -59,6 +59,7 @@ def test_own_code_that_makes_room_for_other_own_code(pool_of):
     assert device.bytes_in > 0
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("gpus", SEEDS, indirect=True)
 def test_shards_that_are_spilled_and_come_back(pool_of):
     tasks = [task(epochs=1, **changes) for changes in ({"accumulate": 2}, {"max_grad_norm": 0.1}, {})]

@@ -62,6 +62,7 @@ def test_a_step_moves_three_times_the_parameters_however_many_batches_it_has(acc
     assert 2 * PARAMETER_BYTES < moved(accumulate)["parameters"] <= 1.02 * 3 * PARAMETER_BYTES
 
 
+@pytest.mark.cases(1 / 3)
 def test_without_groups_it_moves_them_for_each_batch(monkeypatch):
     monkeypatch.setattr(batch_grouping, "is_worth_it", lambda plan: False)
     assert moved(4)["parameters"] > 2 * 3 * PARAMETER_BYTES
@@ -125,6 +126,7 @@ def test_a_pipeline_on_two_devices_does_not_move_parameters_for_each_batch():
     assert between <= 1 / MANY
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_unit_waits_for_the_device_of_its_shard_that_is_about_to_be_idle(monkeypatch):
     """One device is slow to say that it is idle, and gets its units all the same, which the other one's make due meanwhile."""
     placed, start, finish = [], Scheduler._start, Worker._finish_unit

@@ -429,6 +429,7 @@ def test_a_compiler_of_the_process_is_refused(tmp_path, monkeypatch):
         task_from_trainer(making(tmp_path))
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_precision_of_the_process_counts_as_that_of_the_trainer(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     make = making(tmp_path)
@@ -667,6 +668,7 @@ def test_a_loss_around_the_model_that_would_not_be_exact_is_refused(tmp_path, wi
             task_from_trainer(with_losses(ScaledLosses, max_grad_norm=0.0))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_metrics_of_the_losses_own_are_reported_without_counts_of_the_training(tmp_path, is_alone):
     own = {"trainer_class": Metered, "metric_for_best_model": "score"}

@@ -174,6 +174,7 @@ def test_a_model_that_is_cut_has_the_same_bits(stock, name):
     assert_same(result, trained)
 
 
+@pytest.mark.cases(1 / 3)
 def test_an_adapter_leaves_its_base_and_becomes_a_trainer(stock, tmp_path):
     make, trained = stock("an adapter")
     with HydraExecutor("cpu:1") as pool:

@@ -393,6 +393,7 @@ def test_a_number_that_a_cache_has_drawn_is_drawn_once(in_step, options):
         assert_close(expected, actual)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_number_that_the_tracer_misses_is_noticed_at_its_next_value(monkeypatch, caplog):
     """A graph with the number as a constant passes the check of its capture, and no later one."""
     caplog.set_level(logging.INFO, "hydra_tune")
@@ -413,6 +414,7 @@ def test_a_number_that_the_tracer_misses_is_noticed_in_a_group(monkeypatch, capl
     assert any("cannot be an input of the graph" in record.message for record in caplog.records)
 
 
+@pytest.mark.cases(1 / 3)
 def test_members_have_numbers_of_their_own():
     """A group's members read other numbers at the same step; one of them reads the same number throughout."""
 

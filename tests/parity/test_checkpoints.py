@@ -50,6 +50,7 @@ def assert_goes_on(described: TrainTask, *, every: bool = False, placement: str 
     return saved
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_registry():
     assert_goes_on(build(Spec.parse(IN_EVERY_RUN)))
 

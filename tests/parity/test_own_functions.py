@@ -107,6 +107,7 @@ def test_state_that_only_a_backward_reads():
         Weighs.weight = 2.0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["parameters", "several outputs", "tensors in its context"])
 def test_trials_with_functions_are_fused(kind, caplog):
     batches = [(X[:8].double(), Y[:8])] * 3

@@ -259,6 +259,7 @@ def test_a_change_that_no_guard_sees_fails_every_member_of_a_group(tmp_path, mon
         assert ("is no longer the step that the Python code makes" in str(actual)) == (share > 0)
 
 
+@pytest.mark.cases(1 / 3)
 def test_comparisons_before_reports_take_a_share_of_the_time(tmp_path, monkeypatch):
     compared = []
     check_again = PlanLibrary.check_again

@@ -107,6 +107,7 @@ def test_the_fast_part_leaves_nothing_out():
         assert len({spec.optimizer for spec in specs if spec.model == name}) == 2
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("name", BY_POOL)
 def test_every_reference_trains(name):
     for spec, reference in pool_references(name).items():

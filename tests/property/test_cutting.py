@@ -132,6 +132,7 @@ def any_cut_is_the_eager_step(program, data):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.cases(1 / 3)
 @examples(8)
 @given(operations, st.data())
 def test_any_cut_of_any_graph_is_the_eager_step(program, data):

@@ -1,5 +1,6 @@
 """A traced step makes the gradients where the group's optimizer takes them."""
 
+import pytest
 import torch
 
 from hydra_tune.batched.flat_tensors import runs
@@ -17,6 +18,7 @@ def in_one_block(tensors):
     return [slot.view(block).copy_(t) for t, slot in zip(tensors, slots, strict=True)]
 
 
+@pytest.mark.cases(1 / 3)
 def test_gradients_lie_as_the_parameters_do_and_are_the_same():
     """Of linear layers, whose gradients are written there, and of convolutions, whose gradients are copied there."""
     made = parity_bench("cnn")

@@ -44,6 +44,7 @@ def test_calls_are_made_in_order_on_one_thread_that_has_begun_once():
     assert not [other for other in threading.enumerate() if other.name == "calls"]
 
 
+@pytest.mark.cases(1 / 3)
 def test_an_error_goes_to_its_call_alone_and_keeps_nothing_alive():
     class Held:
         pass

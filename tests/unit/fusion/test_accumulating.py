@@ -214,6 +214,7 @@ def test_members_that_are_stopped_end_and_others_come():
     assert_as_plain(run, 2, late)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_member_that_pauses_leaves_at_the_end_of_a_step_and_comes_back():
     def before(run, unit):
         if len(run.units) == 2:

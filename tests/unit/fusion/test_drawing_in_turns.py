@@ -106,6 +106,7 @@ def test_masks_are_those_of_the_trial_alone(kind, num_shards):
         assert_as_alone(run, index, one)
 
 
+@pytest.mark.cases(1 / 3)
 def test_members_may_drop_with_probabilities_of_their_own():
     tasks = [task(seed, partial(Drops, p)) for seed, p in enumerate((0.1, 0.0, 1.0, 0.6))]
     run = Run(tasks, device=TurnsDevice(0, 1 << 30))

@@ -39,6 +39,7 @@ class Again:
         self.run = None
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("has_processes", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_stacked_and_recorded_steps_and_processes_are_a_table(benchmark, tmp_path, monkeypatch, has_processes):
     again = Again()

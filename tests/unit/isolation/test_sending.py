@@ -3,6 +3,8 @@
 import gc
 import weakref
 
+import pytest
+
 from hydra_tune.isolation.sending import known_here, pickled, unpickled
 
 
@@ -16,6 +18,7 @@ class Gone:
     pass
 
 
+@pytest.mark.cases(1 / 3)
 def test_dead_proxies_and_lazy_objects_are_let_be():
     target = Gone()
     kept = [weakref.proxy(target), Lazy()]

@@ -261,6 +261,7 @@ def test_the_address_of_a_freed_storage_is_not_mistaken_for_it(saved):
             assert saved.unpack(again).equal(other)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_node_does_not_keep_itself_alive(saved):
     """A result that its own node saves, large or small, goes with the last reference."""
     gc.collect()

@@ -97,6 +97,7 @@ def test_results_are_the_unplanned_runs_bit_for_bit(small):
     assert targets.isdisjoint({planner_ops.offload, planner_ops.prefetch})
 
 
+@pytest.mark.cases(1 / 3)
 def test_an_independent_tracker_finds_the_peak_that_was_planned(small):
     measured, predicted = tracked(small, ("cnn", "cnn"))
     assert 0.9 * predicted <= measured <= predicted

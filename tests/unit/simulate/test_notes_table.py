@@ -130,6 +130,7 @@ def test_locality_saves_loads_and_no_time_is_lost_by_it(setting):
     assert figures(setting, "lrtf")[0] <= figures(setting, "late")[0] + 0.01
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.startswith("one long")])
 def test_binding_idle_trials_early_delays_the_longest(setting):
     assert figures(setting, "idle")[0] > 1.15

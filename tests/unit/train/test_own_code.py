@@ -236,6 +236,7 @@ def test_a_buffer_that_is_replaced_is_exact(cut):
     assert against_plain(described, train(described, num_shards=cut)) == []
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_buffer_that_is_replaced_stays_on_the_ledger():
     class Large(Averages):
         def __init__(self) -> None:

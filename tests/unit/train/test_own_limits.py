@@ -210,6 +210,7 @@ class ZerosGradients(torch.optim.SGD):
         super().zero_grad(set_to_none=set_to_none)
 
 
+@pytest.mark.cases(1 / 3)
 def test_gradients_of_zeros_that_own_code_has_left_are_not_stepped_once_the_model_is_cut():
     """The update of one shard would step the parameters of all others."""
     one = described(
@@ -222,6 +223,7 @@ def test_gradients_of_zeros_that_own_code_has_left_are_not_stepped_once_the_mode
     assert not against_plain(one, result)
 
 
+@pytest.mark.cases(1 / 3)
 def test_what_a_step_raises_is_told_as_it_is():
     errors = (StopIteration("enough"), MemoryError("my own"))
     with own_code() as pool:

@@ -114,6 +114,7 @@ def test_a_study_that_has_its_trials_is_told(first):
         assert plan["study"] == "first in sqlite:///trials.db, which has 12 trials that have ended"
 
 
+@pytest.mark.cases(1 / 3)
 def test_no_sweep_that_the_study_or_another_process_would_not_let_begin_passes(first):
     finished()
     (first / "checkpoints").mkdir(mode=0o700)

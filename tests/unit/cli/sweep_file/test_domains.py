@@ -99,6 +99,7 @@ def test_q_log_uniform_values_gives_multiples_of_q_within_the_limits(low, width,
     assert value % q == 0
 
 
+@pytest.mark.cases(1 / 3)
 @given(st.lists(st.one_of(st.integers(), st.text(), st.none()), min_size=1, max_size=5, unique=True), st.integers(0, 9))
 def test_categorical(values, seed):
     value, distribution = draw(to_domain({"values": values}), seed)

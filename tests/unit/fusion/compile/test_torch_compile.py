@@ -78,6 +78,7 @@ def trained(backend, caplog):
     return " ".join(record.getMessage() for record in caplog.records if "compile" in record.getMessage())
 
 
+@pytest.mark.cases(1 / 3)
 def test_compiled_steps_are_each_members_own(caplog):
     RAN.clear()
     assert "the step of a group of 3 was compiled by group_counting in" in trained("group_counting", caplog)

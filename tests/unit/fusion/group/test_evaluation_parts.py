@@ -119,6 +119,7 @@ def test_members_that_leave_and_come_are_evaluated_in_the_parts_of_their_slots(p
     assert isinstance(run.trial.seats[1].member.built()[0], nn.Module)
 
 
+@pytest.mark.cases(1 / 3)
 def test_members_whose_evaluations_read_numbers_of_their_own_have_the_metrics_of_these_numbers(parts):
     expected = by_hand(of_a_function_used_twice())
     for actual in trained([of_a_function_used_twice() for _ in range(3)], fusion="on"):

@@ -127,6 +127,7 @@ def test_a_group_in_several_shards_is_as_each_member_alone(make, num_shards):
         assert_as_plain(run, index, task)
 
 
+@pytest.mark.cases(1 / 3)
 def test_members_that_end_apart_and_report_apart_are_as_alone():
     """Other epochs, other reports, other data, another last batch."""
     tasks = [

@@ -57,6 +57,7 @@ def test_a_member_that_comes_late_has_a_free_place_and_changes_nobody(optimizer)
     assert_bits(run, without, range(3))
 
 
+@pytest.mark.cases(1 / 3)
 def test_members_that_come_while_another_is_out_of_step_have_its_place_one_after_the_other():
     tasks = [small(seed=s, epochs=8 if s else 1) for s in range(2)]
     later = [(0, small(seed=9, epochs=1, train=TensorDataset(X[:21], Y[:21]))), (0, small(seed=5, epochs=2))]
@@ -66,6 +67,7 @@ def test_members_that_come_while_another_is_out_of_step_have_its_place_one_after
         assert_as_plain(run, index, task)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_member_that_comes_late_and_fails_leaves_the_others_bits():
     class Broken(TensorDataset):
         def __getitem__(self, index):
@@ -127,6 +129,7 @@ def test_members_that_join_do_not_count_as_values_of_the_state(monkeypatch):
         assert_as_plain(run, index, task)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_stack_shrinks_and_grows_and_members_are_as_alone():
     """Four members, of which one is left; then five come."""
     tasks = [small(seed=s, epochs=20 if s == 2 else 1) for s in range(4)]
@@ -168,6 +171,7 @@ class Odd(AdamW):
     """Has no form for all members at once."""
 
 
+@pytest.mark.cases(1 / 3)
 def test_members_that_step_by_their_own_optimizers_come_and_go():
     """Stacked, each member's optimizer is its own; one comes late, one leaves and comes back, and the stack shrinks."""
 

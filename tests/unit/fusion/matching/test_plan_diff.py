@@ -96,6 +96,7 @@ def test_what_differs_in_more_is_told_apart(one, other):
         likeness([plan(one), plan(other)])
 
 
+@pytest.mark.cases(1 / 3)
 def test_equal_plans_have_no_probabilities_of_their_own():
     assert likeness([plan(Net(0.1)), plan(Net(0.1))]).drops == {}
     found = likeness([plan(Net(0.1)), plan(Net(0.3))]).drops

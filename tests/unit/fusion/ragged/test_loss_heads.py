@@ -132,6 +132,7 @@ def test_members_with_metrics_of_their_own_have_these():
     assert found == [{"val_accuracy", "val_focal"}, {"val_errors"}, {"val_loss"}]
 
 
+@pytest.mark.cases(1 / 3)
 def test_members_whose_losses_begin_alike_are_as_alone():
     """And go on with other values than the others: what these take from is common to all."""
     tasks = [task(focal, validate=None, epochs=1), task(beside_softmax, 1), task(constant_scale, 2)]

@@ -37,6 +37,7 @@ def make_step(steps, losses):
         losses += filter(None, [steps.segment(segment)])  # of the forward alone
 
 
+@pytest.mark.cases(1 / 3)
 def test_each_unit_may_run_on_another_one_with_the_same_bits():
     made, other = sub_array("dlrm"), sub_array("dlrm")
     number, steps = steps_of(made)

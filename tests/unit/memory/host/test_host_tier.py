@@ -268,6 +268,7 @@ def handles():
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts handles in /proc")
 def test_blocks_on_disk_keep_no_handles(pager):
     group(pager)

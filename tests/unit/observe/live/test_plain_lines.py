@@ -4,6 +4,8 @@ import queue
 import time
 from dataclasses import replace
 
+import pytest
+
 from hydra_tune.observe.live import plain_lines
 from hydra_tune.observe.live.plain_lines import PlainView, RateLimit, progress_line
 
@@ -55,6 +57,7 @@ def test_lines_that_cannot_be_written_end_with_a_warning(caplog):
     ]
 
 
+@pytest.mark.cases(1 / 3)
 def test_lines_come_until_the_block_is_left(view, monkeypatch):
     for period in ("_PERIOD_SECONDS", "_LOOK_SECONDS"):
         monkeypatch.setattr(plain_lines, period, 0.01)

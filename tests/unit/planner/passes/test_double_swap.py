@@ -143,6 +143,7 @@ def all_away(name, share):
     return schedule
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("name", ["dlrm", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_traced_steps_have_the_same_bits_wherever_maps_are_away_and_their_views_made_anew(name):
     schedule = all_away(name, 0.3)

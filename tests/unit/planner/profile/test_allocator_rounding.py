@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from hydra_tune.planner.cost.peak_memory import peak_of
@@ -22,6 +23,7 @@ def profiled(workspace_bytes):
     )
 
 
+@pytest.mark.cases(1 / 3)
 def test_each_storage_is_as_large_as_its_allocation():
     step, array = profiled(0)
     found = allocated(array, step, ROUNDING)

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 
 from hydra_tune.planner.profile.copy_handoff_cost import hand_seconds
@@ -27,6 +28,7 @@ def test_the_host_of_a_gpu_is_not_in_the_way():
     assert hand_seconds(torch.device("cuda", 0)) == 0.0
 
 
+@pytest.mark.cases(1 / 3)
 def test_it_is_measured_once_for_a_device_and_decides_who_copies():
     asked = []
 

@@ -14,6 +14,7 @@ from tests.unit.planner.run.test_planned_run import assert_same_as_unplanned, li
 CPU = torch.device("cpu")
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_hardtanh_on_channels_last_images_is_planned():
     """Its backward keeps strides when it is traced, and makes them contiguous on a CPU."""
     step = sub_array("swish", laid_out=False).step

@@ -76,6 +76,7 @@ class Slower(Steps):
         return float(self.looks)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_graph_profiled_while_the_machine_is_slower_is_told_as_at_the_pace_of_the_first():
     clocks = []
 

@@ -109,6 +109,7 @@ def test_updates_are_made_before_the_backward_is_over():
     assert first < step.num_forward + (len(step.ops) - step.num_forward) // 2
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_step_is_traced_for_a_device_other_than_that_of_its_tensors(monkeypatch):
     """As for a GPU, while parameters are on the host or on several; here one whose tensors have no bytes."""
     place = torch.device("meta")

@@ -92,6 +92,7 @@ def scaled(width, scale):
     return nn.Sequential(nn.Linear(8, width), nn.ELU(scale), nn.Linear(width, 4)).double()
 
 
+@pytest.mark.cases(1 / 3)
 def test_trials_that_drop_with_other_probabilities_are_one_group_and_those_with_other_numbers_are_not(sizes):
     tasks = [task(seed, model=partial(dropping, p)) for seed, p in enumerate([0.0, 0.2, 0.5])]
     tasks += [task(seed, model=partial(scaled, 16, scale)) for seed, scale in enumerate([0.5, 1.5])]
@@ -106,6 +107,7 @@ def noisy(outputs, targets):
     return functional.cross_entropy(functional.dropout(outputs, 0.5), targets)
 
 
+@pytest.mark.cases(1 / 3)
 def test_trials_with_other_losses_are_one_group_and_one_whose_loss_draws_is_not(sizes):
     losses = [functional.cross_entropy, partial(functional.cross_entropy, label_smoothing=0.2), noisy]
     tasks = [task(seed, loss=loss) for seed, loss in enumerate(losses)]
@@ -205,6 +207,7 @@ def test_a_group_has_no_more_members_than_it_may_have(sizes):
     assert max(result.group_size for result in results) == 3
 
 
+@pytest.mark.cases(1 / 3)
 def test_groups_are_as_large_as_a_device_has_room_for_and_spill_like_any_trial(sizes):
     """Two groups in several shards take turns on a device that has no room for both, nor for all members in one."""
     tasks = [task(seed, model=partial(net, 512 if seed % 2 else 256), optimizer=SLOW) for seed in range(8)]
@@ -359,6 +362,7 @@ def test_all_that_a_user_reads_of_fused_trials_tells_of_the_trials_and_not_of_th
 NAMES = ["trial 0", "trial 1", "job", "job", "job"]
 
 
+@pytest.mark.cases(1 / 3)
 def test_auto_fuses_what_gains_and_the_numbers_are_those_of_a_group_that_nobody_has_timed(
     sizes, caplog, monkeypatch, tmp_path
 ):
@@ -419,6 +423,7 @@ def test_auto_leaves_trials_alone_that_gain_too_little_with_the_bits_of_the_plai
         assert [h["val_loss"] for h in result.history] == [h["val_loss"] for h in plain.history]
 
 
+@pytest.mark.cases(1 / 3)
 def test_auto_captures_nothing_more_where_there_are_too_few_steps_to_find_out(monkeypatch, captured_once):
     """Trials of one family and of different dropout, which would have to be compared; waits until all are there."""
     captured = []

@@ -87,6 +87,7 @@ def test_a_member_is_saved_at_any_step_and_goes_on_among_others(tmp_path, sizes,
         assert_as_plain(result, one)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_member_that_waits_at_a_report_is_saved_while_others_go_on_and_while_all_wait(tmp_path):
     tasks = [described(seed, report_every="epoch" if seed else 2) for seed in range(2)]
     with running(checkpoint_dir=tmp_path, fusion="on") as pool:

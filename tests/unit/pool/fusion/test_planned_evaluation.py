@@ -64,6 +64,7 @@ def test_a_planned_group_evaluated_in_parts_has_the_metrics_of_the_plain_loop(st
     assert_as_plain(results, tasks)
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_group_without_a_plan_is_evaluated_in_parts_as_well(parts):
     optimizer = partial(torch.optim.SGD, lr=1e-2)
     tasks = tasks_of(optimizer=optimizer, batch_size=2)

@@ -41,6 +41,7 @@ def choice(link, there_is, computed=COMPUTED):
     return [shard.keeps_activations for shard in found.shards]
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_last_shard_has_nothing_to_keep_and_evaluation_neither():
     plan, kept = plans()
     assert [shard.activations for shard in kept.shards] == ["keep"] * 3 + ["recompute"]

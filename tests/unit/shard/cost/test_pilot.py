@@ -183,6 +183,7 @@ def test_the_peak_of_an_evaluation_is_piloted_to_the_byte(name):
         assert piloted_units(plan) == measured_units(made, plan)
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_peak_of_an_evaluated_recurrent_layer_is_piloted_to_the_byte():
     model = Recurrent()
     made = bench(task_of(model, loss=squares, validate=lambda: [vectors()]), mode="evaluate")

@@ -81,6 +81,7 @@ def test_an_evaluation_gives_the_metrics_in_their_order():
     assert not plan.shards[0].has_backward
 
 
+@pytest.mark.cases(1 / 3)
 def test_the_peak_is_what_a_step_needs():
     model = nn.Sequential(nn.Linear(8, 64), Branch8(64), nn.Linear(64, 8))
     batch = vectors(16)

@@ -43,6 +43,7 @@ def test_operands_are_referred_to_and_the_rest_is_kept_once_per_storage():
     assert same_bits(w.grad, w_grad)
 
 
+@pytest.mark.cases(1 / 3)
 def test_between_the_units_a_graph_holds_no_memory():
     x, w = weight().requires_grad_(), weight().requires_grad_()
     kept = KeptActivations([x.detach(), w.detach()])

@@ -390,6 +390,7 @@ def test_a_capture_that_lost_its_gradients_says_so(monkeypatch):
     assert "has no gradients" in reasons[0]
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_plan_that_tells_its_smallest_budget_holds_no_tensor_of_the_trial():
     plans, task = library(), build("mlp")
     model = task.model()

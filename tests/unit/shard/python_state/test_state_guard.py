@@ -644,6 +644,7 @@ def test_what_data_count_is_put_back():
     assert PythonStateUndo({"train=": lambda: [next(endless)]}).iterators == ["the variable 'endless' of train="]
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_walk_keeps_no_class_alive():
     """The methods of a class made inside a function may close over the data of a trial."""
 

@@ -89,6 +89,7 @@ def test_two_samples_stand_for_a_batch(checked, size):
     assert [s.cost for s in found.plan.shards] == [s.cost for s in alone.plan.shards], "what runs is the whole batch's"
 
 
+@pytest.mark.cases(1 / 3)
 @pytest.mark.parametrize("name", ["cnn", pytest.param("vit", marks=pytest.mark.slow)])
 def test_the_models_of_the_registry_are_alike_for_few_and_many(checked, name):
     task = build(name)

@@ -314,6 +314,7 @@ class OfWrongLength(torch.utils.data.IterableDataset[Any]):
         return 3
 
 
+@pytest.mark.cases(1)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "loader",

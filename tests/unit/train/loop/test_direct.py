@@ -148,6 +148,7 @@ def test_nothing_is_captured_and_no_operator_is_followed_after_the_first_step(mo
     assert followed == [True] + [False] * 8
 
 
+@pytest.mark.cases(1 / 3)
 def test_a_step_that_runs_out_of_room_completes_and_the_rest_is_cut():
     """With its activations on the host, once; the step before and the steps after make the plain loop's bits."""
     one = described(model=partial(Plain, 6), batch_size=96)
