@@ -204,13 +204,13 @@ class PythonStateGuard:
         looks_at_model = not (by_step or beside_model)
         is_known = looks_at_model and self._snapshot is not None and self._snapshot.holds()
         # Taken before the look: the next look sees any later change. Of a model whose numbers change, no snapshot holds.
-        takes = looks_at_model and not is_known and self._num_snapshots < _MAX_SNAPSHOTS
-        taken = ModelSnapshot(self._module) if takes else None
+        taken = None
+        if looks_at_model and not is_known and self._num_snapshots < _MAX_SNAPSHOTS:
+            taken, self._num_snapshots = ModelSnapshot(self._module), self._num_snapshots + 1
         for holder in self._outside if beside_model or is_known else self._holders:
             if (name := holder.change(by_step=by_step)) is not None:
                 return name
-        if taken is not None:
-            self._snapshot, self._num_snapshots = taken, self._num_snapshots + 1
+        self._snapshot = taken or self._snapshot
         return None
 
     def kept(self) -> set[str]:

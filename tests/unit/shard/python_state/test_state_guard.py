@@ -36,6 +36,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune.errors import CaptureError, TaskError
+from hydra_tune.shard.python_state import state_guard
 from hydra_tune.shard.python_state.model_snapshot import ModelSnapshot
 from hydra_tune.shard.python_state.reachable_values import walked
 from hydra_tune.shard.python_state.state_guard import (
@@ -351,6 +352,17 @@ def test_a_look_at_an_unchanged_model_reads_no_module_by_itself(monkeypatch):
         looked_at.clear()
         assert guard.change() is None
         assert sum(holder.is_of_model for holder in looked_at) == number * 3
+
+
+def test_of_a_model_that_differs_few_snapshots_are_taken(monkeypatch):
+    taken = []
+    monkeypatch.setattr(state_guard, "ModelSnapshot", lambda model: taken.append(model) or ModelSnapshot(model))
+    module = net()
+    guard = guard_of(reading(None), module)
+    module[1].p = 0.5
+    for _ in range(20):
+        assert guard.change() == "module.1.p"
+    assert 0 < len(taken) < 10
 
 
 def test_a_look_beside_the_model_compares_no_snapshot(monkeypatch):
