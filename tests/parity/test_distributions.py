@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributions import (
     Bernoulli,
     Categorical,
+    Distribution,
     Independent,
     MixtureSameFamily,
     Normal,
@@ -48,6 +49,12 @@ def of_values(module: nn.Module, batch: Any) -> Tensor:
     """A number all the same where a value, which depends on the model too, is neither 0 nor 1."""
     logits = module(batch[0])
     return -Bernoulli(logits=logits).log_prob(logits.detach() * 0 + batch[1][:, None]).mean()
+
+
+@pytest.fixture(autouse=True)
+def validating(monkeypatch):
+    """Distributions check their arguments, whatever another test of the process has told them: a compiler turns checks off."""
+    monkeypatch.setattr(Distribution, "_validate_args", True)
 
 
 STEPS = (gaussian, categorical, bernoulli, mixture)
