@@ -24,6 +24,7 @@ until no step is in a region.
 
 import itertools
 import operator
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -147,6 +148,11 @@ class _RegionsInTurn(threading.local):
 regions_in_turn = _RegionsInTurn()
 
 
+# Workers of a loader may be forked at any moment, and begin with the turn free.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_CASTS.acquire, after_in_parent=_CASTS.release, after_in_child=_CASTS.release)
+
+
 def _install() -> None:
     torch.autocast_increment_nesting, torch.autocast_decrement_nesting = regions_in_turn.entered, regions_in_turn.left
 
@@ -221,17 +227,21 @@ def _changes_in_autocast(node: fx.Node) -> bool:
     return [getattr(value, "dtype", None) for value in found] != [getattr(value, "dtype", None) for value in inside]
 
 
+def _opened(module: fx.GraphModule, region: fx.Node) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
+    """The body of a region, and the argument of each of the body's placeholders."""
+    body = getattr(module, region.args[4].target)  # type: ignore[union-attr, arg-type]
+    return body, dict(zip(body.graph.find_nodes(op="placeholder"), region.args[5:], strict=True))
+
+
 def _cast_in(module: fx.GraphModule, region: fx.Node) -> set[Any]:
     """The arguments that a region casts."""
-    body = getattr(module, region.args[4].target)  # type: ignore[union-attr, arg-type]
-    pairs = zip(body.graph.find_nodes(op="placeholder"), region.args[5:], strict=True)
-    return {argument for value, argument in pairs if any(_casts(user, [value]) for user in value.users)}
+    _, arguments = _opened(module, region)
+    return {argument for value, argument in arguments.items() if any(_casts(user, [value]) for user in value.users)}
 
 
 def _inline(module: fx.GraphModule, region: fx.Node) -> None:
     """Put the operators of a region in the region's place."""
-    body = getattr(module, region.args[4].target)  # type: ignore[union-attr, arg-type]
-    values: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), region.args[5:], strict=True))
+    body, values = _opened(module, region)
     with module.graph.inserting_before(region):
         for node in body.graph.nodes:
             if node.op == "output":

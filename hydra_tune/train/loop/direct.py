@@ -142,26 +142,23 @@ class WholeModelRunner:
         if self._drops_between_layers and not self._device.is_host:
             seed_anew(self._device.torch_device)
         is_checked, self._is_first = self._is_first and not self._has_gradients, False
-        if self._following is None and self._task.precision == "float32":
-            with regions_in_turn:
+        with regions_in_turn:
+            if self._following is None and self._task.precision == "float32":
                 loss = self._loss(self._module, batch)
-        else:
-            with self._surroundings():
-                loss = self._loss(self._module, batch)
-        # A `step=` that calls backward() itself would count its gradients twice.
-        if is_checked and self._has_gradients:
-            raise backward_called()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TaskError(f"{self._argument}= must return a scalar tensor, not {returned(loss)}")
-        value = float(loss.item())
-        if not math.isfinite(value):
-            raise BadLossError(f"the training loss is {value}")
-        root = self._gradients.objective(share)(loss)
-        if self._following is None:
-            with regions_in_turn:  # of a checkpointed layer
-                root.backward()  # type: ignore[no-untyped-call]
-        else:
-            with regions_in_turn, self._following.differentiating(root, self._trained_parameters()):
+            else:
+                with self._surroundings():
+                    loss = self._loss(self._module, batch)
+            # A `step=` that calls backward() itself would count its gradients twice.
+            if is_checked and self._has_gradients:
+                raise backward_called()
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise TaskError(f"{self._argument}= must return a scalar tensor, not {returned(loss)}")
+            value = float(loss.item())
+            if not math.isfinite(value):
+                raise BadLossError(f"the training loss is {value}")
+            root = self._gradients.objective(share)(loss)
+            following = self._following
+            with nullcontext() if following is None else following.differentiating(root, self._trained_parameters()):
                 root.backward()  # type: ignore[no-untyped-call]
         self._num_batches += 1
         return value
