@@ -40,6 +40,8 @@ class TrialClaim:
     Attributes:
         module: as given; None once the claim is given up.
         optimizer: the trial's optimizer, once built.
+        parameters: the module's parameters by name. Other trials read these and not the module, whose attributes its own trial
+            may be writing at the same time.
         storages: storages of the parameters by name, and whether each parameter is trained.
         is_ending: whether the trial may be given up soon; trials that claim the same then wait for the end.
 
@@ -51,6 +53,7 @@ class TrialClaim:
     def __init__(self, module: nn.Module) -> None:
         self.module: nn.Module | None = module
         self.optimizer: torch.optim.Optimizer | None = None
+        self.parameters: dict[str, nn.Parameter] = {}
         self.storages: dict[str, tuple[StorageWeakRef, bool]] = {}
         self.is_ending, self._over = False, threading.Event()
         while (ending_claim := self._entered(module)) is not None:
@@ -66,16 +69,17 @@ class TrialClaim:
         Raises:
             TaskError: as of the class.
         """
+        self.parameters = dict(module.named_parameters())
         # A weak reference keeps the storage's address reserved, even after a trial has moved the bytes and the storage
         # is gone. Looked up at each attempt, because a hand-over gives the parameters other memory.
         self.storages = {
             name: (StorageWeakRef(parameter.untyped_storage()), parameter.requires_grad)  # type: ignore[no-untyped-call]
-            for name, parameter in module.named_parameters()
+            for name, parameter in self.parameters.items()
             if _has_memory(parameter)
         }
         # Check and entry under one lock: of two trials built at once, one must see the other.
         with _LOCK:
-            lost_name = next((name for name, parameter in module.named_parameters() if _is_lost(parameter)), None)
+            lost_name = next((name for name, parameter in self.parameters.items() if _is_lost(parameter)), None)
             if lost_name is not None:
                 raise TaskError(
                     f"parameter {lost_name!r} of the module that model= returned has lost its values with an earlier trial, "
@@ -99,10 +103,10 @@ class TrialClaim:
             reference.cdata: (name, is_trained) for name, (reference, is_trained) in other.storages.items()
         }
         # A trial under way moves the bytes of its parameters, so only the object identifies a parameter.
-        claimed_objects = (
-            {} if other.module is None else {id(p): (n, p.requires_grad) for n, p in other.module.named_parameters()}
-        )
-        for name, parameter in self.module.named_parameters():
+        claimed_objects = {
+            id(parameter): (name, parameter.requires_grad) for name, parameter in other.parameters.items()
+        }
+        for name, parameter in self.parameters.items():
             claimed = claimed_objects.get(id(parameter))
             if claimed is None and name in self.storages:
                 claimed = claimed_storages.get(self.storages[name][0].cdata)
@@ -130,7 +134,7 @@ class TrialClaim:
         """Give up the claim when the trial is over."""
         with _LOCK:
             _UNDER_WAY.discard(self)
-            self.module, self.optimizer, self.storages = None, None, {}
+            self.module, self.optimizer, self.parameters, self.storages = None, None, {}, {}
         self._over.set()
 
 

@@ -39,6 +39,16 @@ def test_a_module_is_one_trials(claims):
     claims(module)
 
 
+def test_a_claim_reads_nothing_of_another_trials_module(claims):
+    """The thread of that trial may be writing the module's attributes at the same time."""
+    module = nn.Linear(2, 2)
+    claims(module)
+    attributes = dict(vars(module))
+    vars(module).clear()
+    claims(nn.Linear(2, 2))
+    vars(module).update(attributes)
+
+
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_a_module_whose_trial_was_pruned_trains_on_as_in_a_plain_loop_or_not_at_all(num_shards):
     """One parameter, as the memory that several parameters of a lost module share is refused for another reason."""
