@@ -3,11 +3,16 @@
 `Trial` (`trial.py`) calls these factories through this module when the trial is built, inside the trial's random streams and
 the capture gate, and `train_plain` (`train/loop/reference_loop.py`) does so before its first step. `SingleTrial`
 (`single_trial.py`) and `MemberTrial` (`fusion/group/member.py`) prepare a built module for planning; `LoopTrial`
-(`own_loop/loop_trial.py`) calls `on_host`. The module must not know the pool, the scheduler or a pool's devices.
+(`own_loop/loop_trial.py`) calls `on_host`. Everything else that calls a user's function to get a model (`SharedModule`, loops
+until `register`, weights of results, the integrations) does so in `own_build`, too. The module must not know the pool, the
+scheduler or a pool's devices.
 """
 
 import functools
 import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,10 +20,26 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hydra_tune.errors import TaskError
+from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.task import TrainTask
+from hydra_tune.train.default_dtype import own_default_dtype
 
 _LOGGER = logging.getLogger(__name__)
 _OF_MODULES = ("parameters", "named_parameters", "modules", "named_modules", "children", "state_dict")
+
+
+@contextmanager
+def own_build(most_seconds: float = math.inf) -> Iterator[None]:
+    """Context of a user's function that builds a model: one at a time in a process, as `from_pretrained` needs.
+
+    Args:
+        most_seconds: after which another thread may begin to build.
+
+    Raises:
+        TaskError: as of `own_default_dtype`.
+    """
+    with GATE.building(most_seconds), own_default_dtype():
+        yield
 
 
 def build_model(task: TrainTask) -> nn.Module:
@@ -29,7 +50,8 @@ def build_model(task: TrainTask) -> nn.Module:
         Exception: any error of the task's own code.
     """
     task.warn_of_changes()
-    module = task.model()
+    with own_build():
+        module = task.model()
     if not isinstance(module, nn.Module):
         raise TaskError(f"model= must build a torch.nn.Module, but returned {type(module).__name__}")
     return module

@@ -5,7 +5,7 @@ once in host memory (`memory/shared/shared_file.py`); a trial's state finds the 
 (`train/state/shared_state.py`). The module knows nothing of trials, pools and devices.
 
 Note: locks. Trials call `module` on several threads. The first call builds the base under the lock, and the others wait, so
-`build` must not call `module` of the same object.
+`build` must not call `module` of the same object. The turn of `own_build` (`building.py`) comes before the lock.
 """
 
 import copy
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hydra_tune.errors import TaskError
 from hydra_tune.memory.shared.shared_file import SharedFile, unseen
 from hydra_tune.shard.capture.step_capture import named_state
+from hydra_tune.train.building import own_build
 from hydra_tune.train.rng.rng_streams import RandomStreams
 
 
@@ -71,7 +72,7 @@ class SharedModule:
             TaskError: `build` returned no module, or a module with tensors outside of host memory.
             HydraTuneError: the host has no room for the base.
         """
-        with self._lock:
+        with own_build(), self._lock:
             if self._model is None:
                 model = self._built()
                 # A look at the sizes of a model that is too large to build: nothing to keep.

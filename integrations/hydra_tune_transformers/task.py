@@ -16,7 +16,6 @@ shards or devices. Each trial has a model of its own (`own_copy`).
 
 import math
 import random
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, get_sch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hydra_tune import TrainTask
+from hydra_tune.train.building import own_build
 from hydra_tune.train.own_copy import mark_seen, own_copy
 from hydra_tune_transformers import installed
 from hydra_tune_transformers.around import module_of, own_losses, replace_model
@@ -41,9 +41,6 @@ from hydra_tune_transformers.loss import ItemCount, TrainerStep, draw_together
 from hydra_tune_transformers.optimizer import NamedGroups, recipe_of
 from hydra_tune_transformers.own_loss import own_loss_of
 from hydra_tune_transformers.refusals import refusals
-
-_MAKING = threading.RLock()
-"""Held while a `Trainer` is made for a task or a trial: a new `Trainer` sets up anew what accelerate keeps for the process."""
 
 
 def task_from_trainer(make_trainer: Callable[[], Trainer]) -> TrainTask:
@@ -88,7 +85,7 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
         make_trainer: as for `task_from_trainer`.
         result: a pool's `Result` of the task, or the `PlainResult` of `hydra_tune.train_plain`.
     """
-    with _MAKING:
+    with own_build():
         trainer = make_trainer()
     # A copy, because Trainers of a script may share one model, and every trial begins with the weights of that model.
     model = installed.align_special_tokens(own_copy(trainer.model), trainer.processing_class)
@@ -101,7 +98,7 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
 @contextmanager
 def own_random_state() -> Iterator[None]:
     """Put the process's random streams back after the block, because a `Trainer` seeds the streams; GPU streams stay out."""
-    with _MAKING:
+    with own_build():
         state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global stream
         # No GPU streams: by default torch initializes every GPU of the machine to read its stream.
         with torch.random.fork_rng(devices=[]):
@@ -156,8 +153,8 @@ class _TrainersModel:
     make_trainer: Callable[[], Trainer]
 
     def __call__(self) -> nn.Module:
-        with _MAKING:
-            trainer = self.make_trainer()
+        # In the turn of `own_build`: a new `Trainer` sets up anew what accelerate keeps for the process.
+        trainer = self.make_trainer()
         installed.align_special_tokens(trainer.model, trainer.processing_class)
         return module_of(trainer)
 

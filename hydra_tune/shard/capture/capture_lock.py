@@ -10,19 +10,24 @@ trial's own code or a shard unit, passes the gate shared, and a capture passes t
 `fusion/` and `planner/`, and `packed` (`train/data/worker_parts.py`) for moving data to shared memory. The units of a batch
 (`train/loop/batch_units.py`, `train/loop/training_batch.py`), fused units (`fusion/group/multi_step_unit.py`), a trial's own
 code between units (`train/trial.py`) and `train_plain` (`train/loop/reference_loop.py`) take the gate shared. `HydraExecutor`
-(`executor.py`) and `Job` (`pool/job.py`) wait in `left`. `MemberTrial` (`fusion/group/member.py`) builds and draws a first
-batch in `alone`, and undoes a build's changes in `exclusive`. `undisturbed` (`shard/verify/process_state.py`) keeps others out
-of a plan check where the step reaches state that other trials share. Bursts (`train/loop/burst.py`) and user-written loops
-(`train/own_loop/loop_trial.py`) end a turn early if `is_wanted`.
+(`executor.py`) and `Job` (`pool/job.py`) wait in `left`. `own_build` (`train/building.py`) keeps factories of models apart
+(`building`), and steps away from a factory that changes the default dtype (`alone_inside`). `MemberTrial`
+(`fusion/group/member.py`) builds and draws a first batch in `alone`, and undoes a build's changes in `exclusive`.
+`undisturbed` (`shard/verify/process_state.py`) keeps others out of a plan check where the step reaches state that other
+trials share. Bursts (`train/loop/burst.py`) and user-written loops (`train/own_loop/loop_trial.py`) end a turn early if
+`is_wanted`.
 
 Note: a thread inside the gate waits for nothing that a capture may hold, such as the lock of a `PlanLibrary`, except
 inside `left`; otherwise the capture and the thread would wait for each other for ever.
 """
 
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -44,6 +49,14 @@ def _part_modes_of_threads() -> None:
         torch._ops._mode_stack_state_for_pre_dispatch = _ModesOfThread()  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
+@dataclass(eq=False)
+class _BuildTurn:
+    """A thread's turn to build; `until` says when the turn ends at the latest, by `time.monotonic`."""
+
+    most_seconds: float
+    until: float = math.inf
+
+
 class CaptureGate:
     """A lock shared by many threads or held by a single thread; a thread that waits for `exclusive` or `alone` goes first.
 
@@ -60,6 +73,7 @@ class CaptureGate:
         self._forgotten: set[int] = set()  # threads inside `shared` not expected to leave
         self._lone_thread: int | None = None  # the thread inside `shared` that keeps others out
         self._lone_until = 0.0
+        self._turns: deque[_BuildTurn] = deque()  # of `building`, in order of arrival; the first thread is inside
         self._here = threading.local()
 
     @property
@@ -92,7 +106,19 @@ class CaptureGate:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """Context for waits, which may be waits for a capture: outside `shared`, if the thread is inside."""
+        """Context for waits, which may be waits for a capture: outside `shared` and `building`, if the thread is inside."""
+        has_turn = getattr(self._here, "turn", None) is not None
+        if has_turn:
+            self._end_build()
+        try:
+            with self._outside():
+                yield
+        finally:
+            if has_turn:
+                self._begin_build(math.inf)
+
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
         if not getattr(self._here, "is_inside", False):
             yield
             return
@@ -132,12 +158,64 @@ class CaptureGate:
             self._sharing += 1
             thread = self._lone_thread = threading.get_ident()
             self._lone_until = time.monotonic() + most_seconds
+        could_leave = getattr(self._here, "may_leave", False)  # within `alone_inside` of a thread that was alone before
         self._here.is_inside = self._here.may_leave = True
         try:
             yield lambda: self._lone_thread == thread
         finally:
-            self._here.may_leave = False
+            self._here.may_leave = could_leave
             self._leave()
+
+    @contextmanager
+    def alone_inside(self) -> Iterator[None]:
+        """Context as of `alone`, without an end, also for a thread inside, which first lets the others come in and leave."""
+        with self._outside(), self.alone(math.inf):
+            yield
+
+    @contextmanager
+    def building(self, most_seconds: float = math.inf) -> Iterator[None]:
+        """Context in which one thread at a time builds a model; after `most_seconds` the next thread may enter.
+
+        Libraries that load a model replace functions, and the default dtype, of the whole process for that time. Of two
+        threads, the second would note and put back the replacements of the first, for good.
+        """
+        if getattr(self._here, "turn", None) is not None:
+            yield
+            return
+        self._begin_build(most_seconds)
+        try:
+            yield
+        finally:
+            self._end_build()
+
+    def _begin_build(self, most_seconds: float) -> None:
+        turn = self._here.turn = _BuildTurn(most_seconds)
+        try:
+            with self._condition:
+                self._turns.append(turn)
+                is_begun = self._is_turn_of(turn)
+            if not is_begun:
+                with self._outside(), self._condition:
+                    while not self._is_turn_of(turn):
+                        self._condition.wait(_MOST_SECONDS_ALONE)
+        except BaseException:  # Ctrl-C may end the wait
+            self._end_build()
+            raise
+
+    def _is_turn_of(self, turn: _BuildTurn) -> bool:
+        while self._turns[0] is not turn and time.monotonic() >= self._turns[0].until:
+            self._turns.popleft()
+        if self._turns[0] is not turn:
+            return False
+        turn.until = time.monotonic() + turn.most_seconds
+        return True
+
+    def _end_build(self) -> None:
+        turn, self._here.turn = self._here.turn, None
+        with self._condition:
+            if turn in self._turns:  # the next thread has taken away a turn that took too long
+                self._turns.remove(turn)
+                self._condition.notify_all()
 
     def _wait_until_free(self) -> None:
         # Counted before the wait, so that no further computation enters `shared`.

@@ -25,6 +25,7 @@ from hydra_tune.paths import absolute_path
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.task import TrainTask
+from hydra_tune.train.building import own_build
 from hydra_tune.train.checkpoint.compatibility import kinds_as_built, kinds_of
 from hydra_tune.train.checkpoint.trial_checkpoint import (
     check_base,
@@ -64,7 +65,8 @@ def load_module(task: TrainTask, path: str | Path) -> nn.Module:
         return _from_checkpoint(task, path)
     state, _ = load_tensors(path)
     with RandomStreams(task.seed).everything(), GATE.shared():
-        module = task.model()
+        with own_build():
+            module = task.model()
         # Checked here, because `load_state_dict` would silently convert dtypes.
         differing = _differences(module.state_dict(), state)
         if differing:
@@ -86,7 +88,8 @@ def load_module(task: TrainTask, path: str | Path) -> nn.Module:
 def _from_checkpoint(task: TrainTask, path: Path) -> nn.Module:
     state = decoded(load_checkpoint(path))
     with RandomStreams(task.seed).everything(), GATE.shared():
-        module = task.model()
+        with own_build():
+            module = task.model()
         # Training may have added, replaced or removed buffers.
         if kinds_of(module) == kinds_as_built(state["made_for"]):
             copy_weights(module, state)
@@ -125,7 +128,8 @@ def with_weights(
         Exception: any error of the task's `model`.
     """
     with RandomStreams(task.seed).everything(), GATE.shared(), torch.no_grad():
-        module = task.model()
+        with own_build():
+            module = task.model()
         check_base(module, shared)
         materialize(module, tensors)
         end_laziness(module)

@@ -30,7 +30,7 @@ from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.execute.eager_plan import state_plan
 from hydra_tune.supervision.marks import at_work
-from hydra_tune.train.building import on_host
+from hydra_tune.train.building import on_host, own_build
 from hydra_tune.train.checkpoint.trial_checkpoint import DataPosition, TrialObjects
 from hydra_tune.train.claims import TrialClaim
 from hydra_tune.train.loop import burst
@@ -45,6 +45,7 @@ from hydra_tune.train.trial import PendingReport, Said
 
 _LOGGER = logging.getLogger(__name__)
 _LOOKS = 10  # of the pool's thread in a burst
+_BUILD_SECONDS = 60.0  # for which other builds wait for a loop that has not yet registered its model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ class LoopTrial(OwnCodeTrial):
         self._memory = LoopUnitMemory(self._registered_tensors, sees_operators=task.precision == "float32")
         self._loop = Loop(task, self)
         self._thread = LoopThread(f"hydra-loop {self._name}", self._call, self._inside)
+        self._building = ExitStack()  # the context of the code before `register`
         # By the clock of `time.perf_counter`: the beginning of the present step, and of the code since the last hand-over.
         self._began = self._resumed = 0.0
         # A report since the last save, or a save that was due where the loop could not resume.
@@ -109,6 +111,7 @@ class LoopTrial(OwnCodeTrial):
 
     def take(self, registered: Registered, steps: int | None) -> None:
         """As of `LoopHost`."""
+        self._building.close()
         module = self.module = on_host(registered.module)
         optimizer = self.optimizer = registered.optimizer
         self._scheduler = registered.rest
@@ -164,7 +167,9 @@ class LoopTrial(OwnCodeTrial):
 
     def _call(self) -> None:
         self.task.warn_of_changes()
-        reports = self._loop.finish(self.task.fn(self._loop))
+        with self._building:
+            self._building.enter_context(own_build(_BUILD_SECONDS))
+            reports = self._loop.finish(self.task.fn(self._loop))
         self._thread.mark(_UnitEnd(reports=reports, may_resume=True, is_last=True))
 
     def _inside(self) -> ExitStack:

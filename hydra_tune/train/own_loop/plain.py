@@ -11,6 +11,7 @@ same process changes the rounding of all threads. Reports are delivered outside 
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from hydra_tune.errors import LoopEnded, TaskError
 from hydra_tune.loop_task import LoopTask
 from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.train.building import own_build
 from hydra_tune.train.own_loop.handle import Loop, LoopReport
 from hydra_tune.train.own_loop.registered import Registered
 
@@ -41,6 +43,7 @@ class PlainLoop:
         self.history: list[dict[str, float]] = []
         self._report, self._started = report, time.perf_counter()
         self._thread = threading.get_ident()
+        self._building = ExitStack()  # the context of the code before `register`
         self._is_pruned = False
 
     def run(self, task: LoopTask) -> str:
@@ -53,7 +56,8 @@ class PlainLoop:
         task.warn_of_changes()
         loop = Loop(task, self)
         try:
-            with GATE.shared():
+            with GATE.shared(), self._building:
+                self._building.enter_context(own_build())
                 reports = loop.finish(task.fn(loop))
             self._deliver(reports)
         except LoopEnded:
@@ -72,6 +76,7 @@ class PlainLoop:
     def take(self, registered: Registered, steps: int | None) -> None:
         """As of `LoopHost`."""
         del steps
+        self._building.close()
         self.module, self.optimizer = registered.module, registered.optimizer
         self.module.to(self.device)
 

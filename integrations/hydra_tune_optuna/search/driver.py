@@ -24,6 +24,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from hydra_tune import Failed, Finished, HydraExecutor, Job, Reported, Result, TrainTask
 from hydra_tune.errors import HydraTuneError, TaskError
 from hydra_tune.interrupts import hold_interrupts, is_interrupt, let_interrupts_through
+from hydra_tune.train.default_dtype import own_default_dtype
 from hydra_tune_optuna import optuna_internals
 from hydra_tune_optuna.errors import TrialCancelledError
 from hydra_tune_optuna.search.checkpoint_gc import StudyCheckpointCollector
@@ -277,7 +278,7 @@ class OptimizeDriver:
         self._untold[optuna_internals.trial_id(trial)] = trial
         self._heartbeat.add(optuna_internals.trial_id(trial))
         try:
-            with let_interrupts_through():
+            with let_interrupts_through(), own_default_dtype():
                 outcome = self._build(trial)
         except Exception as error:  # noqa: BLE001 - an objective may raise anything; `catch` decides
             self._conclude_error(trial, error)

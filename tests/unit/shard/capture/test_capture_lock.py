@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -240,3 +241,106 @@ def test_an_interrupted_wait_to_enter_again_leaves_the_gate_open_for_captures(mo
     with gate.shared():
         pass
     assert gate._sharing == 0
+
+
+def until_waiting(gate, number):
+    while len(gate._turns) < number:
+        threading.Event().wait(0.001)
+
+
+def test_one_thread_builds_at_a_time_in_the_order_of_arrival(threads):
+    gate, order = CaptureGate(), []
+
+    def build(number):
+        with gate.building():
+            order.append(number)
+
+    with gate.building():
+        futures = []
+        for number in range(3):
+            futures.append(threads.submit(build, number))
+            until_waiting(gate, number + 2)
+        with gate.building():
+            order.append("again")
+        order.append("first")
+    for future in futures:
+        future.result(PATIENCE_SECONDS)
+    assert order == ["again", "first", 0, 1, 2]
+
+
+def test_a_thread_inside_waits_for_its_turn_to_build_outside(threads):
+    """The thread that builds may need to be alone."""
+    gate = CaptureGate()
+
+    def build():
+        with gate.shared(), gate.building():
+            return True
+
+    with gate.building():
+        other = threads.submit(build)
+        until_waiting(gate, 2)
+        with gate.exclusive():
+            assert not other.done()
+    assert other.result(PATIENCE_SECONDS)
+
+
+def test_a_builder_that_takes_long_or_waits_lets_the_next_one_in(threads):
+    gate = CaptureGate()
+
+    def build():
+        with gate.building():
+            return True
+
+    with gate.building(0.0):
+        assert threads.submit(build).result(PATIENCE_SECONDS)
+    with gate.building():
+        with gate.left():
+            assert threads.submit(build).result(PATIENCE_SECONDS)
+        other = threads.submit(build)
+        until_waiting(gate, 2)
+        assert not other.done()
+    assert other.result(PATIENCE_SECONDS)
+
+
+def test_an_interrupted_wait_to_build_keeps_nobody_out(threads, monkeypatch):
+    gate = CaptureGate()
+
+    def build():
+        with gate.building():
+            return True
+
+    def interrupted(timeout=None):
+        raise KeyboardInterrupt
+
+    def interrupted_build():
+        monkeypatch.setattr(gate._condition, "wait", interrupted)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                build()
+        finally:
+            monkeypatch.undo()
+
+    with gate.building():
+        threads.submit(interrupted_build).result(PATIENCE_SECONDS)
+    assert threads.submit(build).result(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("outer", ["shared", "alone", None])
+def test_a_thread_inside_may_become_alone_without_an_end(threads, outer):
+    gate = CaptureGate()
+    entered = threading.Event()
+
+    def share():
+        with gate.shared():
+            entered.set()
+
+    with getattr(gate, outer)() if outer else nullcontext():
+        with gate.alone_inside():
+            other = threads.submit(share)
+            assert not entered.wait(0.6)  # longer than `alone` lasts
+        other.result(PATIENCE_SECONDS)
+        if outer == "alone":
+            with gate.exclusive():
+                pass
+    with gate.exclusive():
+        pass
