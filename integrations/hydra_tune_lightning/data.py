@@ -9,9 +9,12 @@ Note: the user's loader must stay unchanged: the classes here are given to a sha
 
 import copy
 import itertools
+import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
@@ -78,6 +81,7 @@ def loader_from(source: Any, name: str, *, is_numbered: bool) -> DataLoader[Any]
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(hasattr(sampler, "set_epoch") for sampler in samplers):
         raise RefusedModuleError([f"{name} has a sampler with set_epoch(): let the sampler count its passes itself"])
+    loader = _with_seeded_workers(loader)
     has_generator = any(getattr(each, "generator", None) is not None for each in (loader, *samplers))
     if not is_numbered and not has_generator:
         return loader
@@ -88,3 +92,12 @@ def loader_from(source: Any, name: str, *, is_numbered: bool) -> DataLoader[Any]
     changed = copy.copy(loader)
     changed.__class__ = NumberedLoader if is_numbered else LimitedLoader
     return changed
+
+
+def _with_seeded_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return the loader; after `seed_everything(workers=True)` a copy with the function that Lightning adds."""
+    if not loader.num_workers or loader.worker_init_fn is not None or not int(os.environ.get("PL_SEED_WORKERS", "0")):
+        return loader
+    seeded = copy.copy(loader)
+    seeded.worker_init_fn = partial(pl_worker_init_function, rank=0)
+    return seeded

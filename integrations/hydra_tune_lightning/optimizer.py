@@ -8,8 +8,9 @@ the order of groups, optimizer, scheduler.
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -100,6 +101,8 @@ class ConfigureModule:
         """Return the groups, for `TakeOptimizer`."""
         assert isinstance(module, LightningModule)
         configured = ConfiguredOptimizer.of(module, self.options, self.batches, self.datamodule)
+        if configured.config is not None:
+            _watch_schedule(configured.config.scheduler, module, self.options)
         groups = _ParameterGroups(configured.optimizer.param_groups)
         groups.configured = configured
         return groups
@@ -128,6 +131,33 @@ class TakeOptimizer:
         if config is not None:
             vars(optimizer)[_SCHEDULER] = config.scheduler
         return optimizer
+
+
+def _watch_schedule(scheduler: Any, module: LightningModule, options: TrainerOptions) -> None:
+    """Have functions of a schedule that hold the module find the stand-in: there is no epoch and no step to read."""
+    for part in getattr(scheduler, "_schedulers", ()):
+        _watch_schedule(part, module, options)
+    functions = getattr(scheduler, "lr_lambdas", None)
+    if isinstance(functions, list):
+        functions[:] = [_watched(each, module, options) if _holds(each, module) else each for each in functions]
+
+
+def _holds(function: Any, module: LightningModule) -> bool:
+    if isinstance(function, MethodType):
+        return function.__self__ is module
+    # An object keeps its state in the scheduler's, so the object stays as it is.
+    cells = (isinstance(function, FunctionType) and function.__closure__) or ()
+    return any(cell.cell_contents is module for cell in cells)
+
+
+def _watched(
+    function: Callable[[int], float], module: LightningModule, options: TrainerOptions
+) -> Callable[[int], float]:
+    def factor(step: int) -> float:
+        with standing_in(module, options, "lr_scheduler_step"):
+            return function(step)
+
+    return factor
 
 
 def take_scheduler(optimizer: Optimizer) -> Any:

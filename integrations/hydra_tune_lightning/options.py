@@ -39,7 +39,7 @@ REFUSED = {
     "fast_dev_run": "give max_epochs=1 and small loaders",
     "max_steps": "give max_epochs",
     "min_steps": "leave it out; every training runs max_epochs",
-    "min_epochs": "leave it out; every training runs max_epochs",
+    "min_epochs": "leave it out; every training runs max_epochs, unless a callback stops the training",
     "max_time": "give max_epochs",
     "limit_train_batches": "give a loader of fewer batches",
     "limit_val_batches": "give a loader of fewer batches",
@@ -65,6 +65,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "plugins": ([],),
     "deterministic": (False,),
     "benchmark": (False,),
+    "min_epochs": (0, 1),
 }
 _WHOLE = ("val_check_interval", "limit_train_batches", "limit_val_batches")  # 1.0 is all batches, and 1 is one batch
 
@@ -75,7 +76,7 @@ PRECISIONS = {"32-true": "float32", "bf16-mixed": "bfloat16"}
 # Without slots, so that steps with equal options compare as equal.
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """The options of a `Trainer` that decide numbers, by their names there."""
+    """The options of a `Trainer` that decide numbers, by their names there, and whether its modules find a logger."""
 
     max_epochs: int
     accumulate_grad_batches: int = 1
@@ -83,6 +84,7 @@ class TrainerOptions:
     gradient_clip_algorithm: str | None = None
     precision: str = "32-true"
     num_sanity_val_steps: int = 2
+    has_logger: bool = True
 
     @property
     def max_norm(self) -> float | None:
@@ -95,7 +97,7 @@ class TrainerOptions:
         return self.gradient_clip_val or None if self.gradient_clip_algorithm == "value" else None
 
 
-NUMERIC = tuple(field.name for field in fields(TrainerOptions))
+NUMERIC = tuple(field.name for field in fields(TrainerOptions) if field.name != "has_logger")
 """Names of the options that decide numbers."""
 
 
@@ -120,7 +122,7 @@ def checked(options: Mapping[str, Any]) -> TrainerOptions:
             warn_not_written(name)
     kept = {name: options[name] for name in NUMERIC if options.get(name) is not None}
     kept["precision"] = "bf16-mixed" if kept.get("precision") == "bf16-mixed" else "32-true"
-    return TrainerOptions(**kept)
+    return TrainerOptions(**kept, has_logger=options.get("logger") not in (False, []))
 
 
 def _refused(options: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> Iterator[str]:

@@ -109,7 +109,8 @@ def datamodule_refusals(datamodule: Any) -> Iterator[str]:
         yield f"datamodule is {type(datamodule).__name__}: give a lightning.pytorch.LightningDataModule"
         return
     for name, owner in overridden(datamodule, LightningDataModule):
-        if name not in CALLED | WITHOUT_EFFECT | {"state_dict", "load_state_dict"}:
+        is_idle = does_nothing(getattr(datamodule, name)) and does_nothing(getattr(LightningDataModule, name))
+        if name not in CALLED | WITHOUT_EFFECT | {"state_dict", "load_state_dict"} and not is_idle:
             yield f"{owner} overrides {name}, which the pool would not call: {_REMEDIES.get(name, 'leave it out')}"
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hydra_tune import TrainTask
+from hydra_tune.train.building import own_build
 from hydra_tune.train.own_copy import mark_seen, own_copy
 from hydra_tune_lightning.callbacks import Callbacks, is_kept, remedy, reported
 from hydra_tune_lightning.data import loader_from, source_of
@@ -45,7 +46,7 @@ from hydra_tune_lightning.step import (
 )
 from hydra_tune_lightning.streams import StreamState, seeded
 from hydra_tune_lightning.train_logs import TrainLogs
-from hydra_tune_lightning.trainer_stand_in import stand_in, standing_in
+from hydra_tune_lightning.trainer_stand_in import attach_for_good, stand_in, standing_in
 from hydra_tune_lightning.validation_end import HOOK, ValidationEnd, without_weights
 
 TRIED = ("2.3", "2.4", "2.5", "2.6")
@@ -152,7 +153,8 @@ def _warn_of_version() -> None:
 
 
 def _built(make_module: Callable[[], Any]) -> LightningModule:
-    module = make_module()
+    with own_build():
+        module = make_module()
     if isinstance(module, LightningModule):
         if module in _SEEN_MODULES:
             raise RefusedModuleError(
@@ -255,6 +257,10 @@ def _task_of(
         metric = metric or monitor
     if reasons:
         raise RefusedModuleError(reasons)
+    # From now on only the loaders hold the module and the datamodule.
+    attach_for_good(module, options)
+    if factory.datamodule is not None:
+        factory.datamodule.trainer = stand_in(options, None)
     if metric is None and callbacks.monitor is not None:
         metric = reported(callbacks.monitor)
     if evaluation and evaluation["validate"] is one_batch:
@@ -306,6 +312,9 @@ def _evaluation(
     if options.num_sanity_val_steps and generators != (None, None):
         reason = f"num_sanity_val_steps={options.num_sanity_val_steps} draws from the generator of val_dataloader"
         raise RefusedModuleError([f"{reason}: give num_sanity_val_steps=0, or no generator"])
+    if options.num_sanity_val_steps and loader.num_workers and loader.persistent_workers:
+        reason = f"num_sanity_val_steps={options.num_sanity_val_steps} starts the persistent workers of val_dataloader"
+        raise RefusedModuleError([f"{reason}: give num_sanity_val_steps=0, or persistent_workers=False"])
     evaluate = LightningEvaluation(
         task=identity,
         options=options,

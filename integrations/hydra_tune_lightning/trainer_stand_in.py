@@ -3,9 +3,11 @@
 The stand-in has the attributes whose values are right in every trial. Any other attribute is refused by name: a
 `self.current_epoch` without a trainer would be 0 for ever. `standing_in` attaches the stand-in while code of the module
 runs, because copies of a `LightningModule` lose their trainer. `task.py`, `step.py`, `optimizer.py` and `validation_end.py`
-enter `standing_in` around the hooks of the module. A datamodule keeps the `stand_in` that `task.py` gives.
+enter `standing_in` around the hooks and the schedules of the module. Loaders run code of the module, too, so `task.py` leaves
+a stand-in attached to the module of the loaders (`attach_for_good`). A datamodule keeps the `stand_in` that `task.py` gives.
 
-Note: after the block the module must be as before, or a checkpoint and a comparison of steps would see the trainer.
+Note: after the block of `standing_in` the module must be as before, or a checkpoint, a comparison of steps and the result
+would have the trainer.
 """
 
 import functools
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
@@ -30,8 +33,6 @@ _ALWAYS: dict[str, Any] = {
     "local_rank": 0,
     "node_rank": 0,
     "is_global_zero": True,
-    "logger": None,
-    "loggers": [],
     "sanity_checking": False,
     "testing": False,
     "predicting": False,
@@ -39,6 +40,7 @@ _ALWAYS: dict[str, Any] = {
     "barebones": False,
     "progress_bar_callback": None,
 }
+_LOGGER = DummyLogger()
 _BEFORE_TRAINING = {"current_epoch": 0, "global_step": 0}
 # `self.log` caches the ids of metrics in `_metric_attributes`; in a copy of the module the metrics have other ids.
 _SAVED = ("_trainer", "_current_fx_name", "_metric_attributes", "_device")
@@ -72,11 +74,28 @@ class _NothingToReset:
         return False
 
 
-def stand_in(options: TrainerOptions, hook: str, **attributes: Any) -> TrainerStandIn:
-    """Return a stand-in for the `Trainer` of some options in a method of the module, with further attributes."""
+def stand_in(options: TrainerOptions, hook: str | None, **attributes: Any) -> TrainerStandIn:
+    """Return a stand-in for the `Trainer` of some options, with further attributes.
+
+    Args:
+        options: options of the `Trainer`.
+        hook: method of the module that runs; None: code that runs at any time, in training or validation.
+        **attributes: further attributes.
+    """
     known = _ALWAYS | {name: getattr(options, name) for name in NUMERIC} | attributes
+    known |= {"logger": _LOGGER, "loggers": [_LOGGER]} if options.has_logger else {"logger": None, "loggers": []}
+    if hook is None:
+        return TrainerStandIn("self.trainer", **known)
     known |= {"training": hook == "training_step", "validating": hook in ("validation_step", "on_validation_epoch_end")}
     return TrainerStandIn("self.trainer", **(known if hook.endswith(("_step", "_end")) else _BEFORE_TRAINING | known))
+
+
+def attach_for_good(module: nn.Module, options: TrainerOptions) -> None:
+    """Attach a stand-in to a module that nobody trains: code that loaders call finds no epoch and no step."""
+    trainer = stand_in(options, None)
+    for part in module.modules():
+        if isinstance(part, LightningModule):
+            vars(part)["_trainer"] = trainer
 
 
 @functools.cache

@@ -325,7 +325,7 @@ class _History(Callback):
         self.epochs.append({name: value.item() for name, value in trainer.callback_metrics.items()})
 
 
-def fitted(make_module, seed=3, datamodule=None, loaders=(), *, accelerator="cpu", **options):
+def fitted(make_module, seed=3, datamodule=None, loaders=(), *, accelerator="cpu", workers=False, **options):
     """Return the weights after `Trainer.fit`, and the values of each epoch.
 
     Args:
@@ -334,6 +334,7 @@ def fitted(make_module, seed=3, datamodule=None, loaders=(), *, accelerator="cpu
         datamodule: a datamodule.
         loaders: loaders in place of those.
         accelerator: option of the trainer.
+        workers: whether Lightning seeds the workers of loaders.
         options: further options of the trainer.
     """
     history = _History()
@@ -341,7 +342,7 @@ def fitted(make_module, seed=3, datamodule=None, loaders=(), *, accelerator="cpu
     with torch.random.fork_rng(), warnings.catch_warnings():
         # Hints of Lightning's, such as that loaders have no workers.
         warnings.simplefilter("ignore")
-        seed_everything(seed)
+        seed_everything(seed, workers=workers)
         module = make_module()
         trainer = Trainer(
             accelerator=accelerator,
