@@ -63,6 +63,7 @@ from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.loop.optimizer_step import OptimizerStep
 from hydra_tune.train.loop.plan_cache import TrialPlanCache
 from hydra_tune.train.mean import WeightedMean
+from hydra_tune.train.own_parametrizations import part_caches
 from hydra_tune.train.parallel.parallel_step import ParallelStep
 from hydra_tune.train.parallel.pool_offers import DeviceLender
 from hydra_tune.train.rng.rng_streams import RandomStreams
@@ -131,6 +132,7 @@ class Trial(TrialFigures):
         may_run_own_code: bool = True,
     ) -> None:
         super().__init__(task)
+        part_caches()
         self.history: list[dict[str, float]] = []
         self.metrics: dict[str, float] = {}
         self.module: nn.Module | None = None
