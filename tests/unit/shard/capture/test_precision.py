@@ -1,5 +1,6 @@
 """Autocast around pieces of a graph gives what one region around all of it gives, and disturbs no other thread."""
 
+import multiprocessing
 import threading
 from contextlib import ExitStack
 from functools import partial
@@ -13,6 +14,7 @@ from hydra_tune import TrainTask
 from hydra_tune.shard.capture.precision import _CASTS, autocast, eager_autocast, regions_in_turn, share_casts
 from hydra_tune.shard.capture.step_capture import capture, state_specs
 
+PATIENCE_SECONDS = 60
 BATCH = (torch.randn(4, 8), torch.randint(4, (4,)))
 
 
@@ -169,3 +171,31 @@ def test_a_region_that_a_step_does_not_leave_keeps_nobody_waiting():
     thread.join()
     region.__exit__(None, None, None)
     assert free == [True]
+
+
+def _enter_a_region():
+    with eager_autocast("bfloat16"):
+        pass
+
+
+def test_a_process_forked_while_others_are_in_regions_finds_the_turn_free():
+    """As the workers of a loader, which may be forked at any moment."""
+
+    def work():
+        while not is_over.is_set():
+            _enter_a_region()
+
+    is_over = threading.Event()
+    busy = threading.Thread(target=work)
+    busy.start()
+    try:
+        for _ in range(5):
+            process = multiprocessing.get_context("fork").Process(target=_enter_a_region)
+            process.start()
+            process.join(PATIENCE_SECONDS)
+            exitcode = process.exitcode
+            process.kill()
+            assert exitcode == 0
+    finally:
+        is_over.set()
+        busy.join()
