@@ -1,6 +1,7 @@
 """A profile of tasks that are not trained: what the simulator is told is what the pool would do."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from torch import nn
 
 from hydra_tune import HydraExecutor
 from hydra_tune.errors import ConfigError
+from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.simulate import simulate
 from hydra_tune.simulate.profile import parse_profile, recorded_profile
-from tests.unit.pool.tasks import against_plain, one_batch, running, short, task
+from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, one_batch, running, short, task
 
 pytestmark = pytest.mark.timeout(120)
 OPTIONS = {"devices": "cpu:2", "num_shards": 3, "max_concurrent": 2}
@@ -59,7 +61,10 @@ def test_it_leaves_no_trace_in_the_pool():
 BUILT = []
 
 
-def test_it_puts_back_what_factories_count():
+def test_it_puts_back_what_factories_count(monkeypatch):
+    """However slow the machine is: changes are put back that a build has made alone, which is for a limited time."""
+    monkeypatch.setattr(GATE, "alone", partial(GATE.alone, PATIENCE_SECONDS))
+
     def model():
         BUILT.append(0.1 * len(BUILT))
         return nn.Sequential(nn.Linear(8, 6), nn.Dropout(BUILT[-1]), nn.Linear(6, 4))
