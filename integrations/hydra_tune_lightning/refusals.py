@@ -96,8 +96,8 @@ def module_refusals(module: nn.Module) -> Iterator[str]:
     if still or stays:
         yield (
             f"{(still or stays)[0]} is in eval mode before the training, or stays so in train(), and Lightning calls neither "
-            "train() nor eval() at first: call eval() of the part at the beginning of training_step, or, for a model that was "
-            "loaded in eval mode and shall train, train() at the end of __init__"
+            "train() nor eval() at first: call eval() of the part at the beginning of training_step, and not in __init__; or, "
+            "for a model that was loaded in eval mode and shall train, call train() at the end of __init__"
         )
     if any(p.device.type != "cpu" for p in module.parameters()):
         yield "a module off the CPU: build it there; the pool moves the module"
