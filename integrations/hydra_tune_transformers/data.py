@@ -10,6 +10,7 @@ checkpoint holds the number as an attribute of the loader.
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ class AheadLoader(DataLoader[Any]):
     Args:
         prepared: loader of the `Trainer`.
         short_pass: number of the pass with an early end, from 0, and the batches of the pass; None: no pass ends early.
+
+    Attributes:
+        last_kept: samples that an evaluation keeps of the last batch; None: all.
     """
 
     def __init__(self, prepared: Any, short_pass: tuple[int, int] | None = None) -> None:
@@ -48,6 +52,7 @@ class AheadLoader(DataLoader[Any]):
         )
         self.short_pass = short_pass
         self.num_passes = 0
+        self.last_kept = _last_kept(prepared)
         # Accelerate's sampler makes its generator in the first pass, and a checkpoint holds only generators that were there
         # before. The sampler seeds it at the beginning of each pass.
         if hasattr(sampler, "initial_seed") and sampler.generator is None:
@@ -112,6 +117,15 @@ def parts_of(loader: DataLoader[Any]) -> list[Any]:
                 if all(value is not each for each in parts)
             ]
     return parts
+
+
+def _last_kept(prepared: DataLoaderShard) -> int | None:
+    # As `DataLoaderStateMixin.begin` of accelerate: all samples where the loader drops the rest, or a number is unknown.
+    with suppress(Exception):
+        if not prepared._drop_last:  # noqa: SLF001 - accelerate has no public name
+            length = getattr(prepared.dataset, "total_dataset_length", len(prepared.dataset))
+            return length % prepared.total_batch_size or None
+    return None
 
 
 def _begun_again(part: Any) -> Any:

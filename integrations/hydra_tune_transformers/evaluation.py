@@ -128,8 +128,8 @@ class TrainerMetrics:
 
     Args:
         compute_metrics: as of the `Trainer`.
-        batch_size: samples of each batch but the last.
-        num_samples: samples in all; None: every batch is full, or the loss of a shorter batch counts as of a full batch.
+        batch_size: how often the loss of each batch counts, whatever the samples of the batch.
+        last_kept: samples that accelerate keeps of the last batch, and how often the loss counts at most; None: all.
         drops_bad_losses: whether losses that are NaN or infinite are left out of the mean, where others are finite.
         compute_objective: `{metric: value} -> value` of a search; reported as `objective`.
         log: adds to the metrics what a `Trainer` has collected itself, `(metrics, {name: values}) -> None`.
@@ -137,7 +137,7 @@ class TrainerMetrics:
 
     compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None
     batch_size: int
-    num_samples: int | None
+    last_kept: int | None
     drops_bad_losses: bool
     compute_objective: Callable[[dict[str, float]], Any] | None = None
     log: Callable[[dict[str, Any], dict[str, list[float]]], None] | None = None
@@ -173,15 +173,12 @@ class TrainerMetrics:
             return reported
         return reported | dict(_named(self.compute_objective(dict(metrics))))
 
-    def _remainder(self) -> int:
-        return 0 if self.num_samples is None else self.num_samples % self.batch_size
-
     def _mean_loss(self, of_batches: Tensor) -> float:
         # Each loss once for each sample, and in float32: the mean of numpy is then that of `Trainer`, to the last bit.
         losses = of_batches.repeat_interleave(self.batch_size)
-        # Of the losses of the last batch, `gather_for_metrics` of accelerate keeps one for each sample.
-        if rest := self._remainder():
-            losses = losses[: rest - self.batch_size]
+        # Of the losses of the last batch, `gather_for_metrics` of accelerate keeps one for each sample kept.
+        if self.last_kept is not None and self.last_kept < self.batch_size:
+            losses = losses[: self.last_kept - self.batch_size]
         numbers = nested_numpify(losses)  # widens bfloat16, which numpy lacks
         finite = np.isfinite(numbers)
         if self.drops_bad_losses and finite.any():
@@ -192,9 +189,11 @@ class TrainerMetrics:
         """Return the predictions or labels of all samples as arrays, padded to the longest."""
         num_batches = len(collected[_LOSS])
         joined = None
+        # Accelerate cuts none of the tensors of a batch where one is without dimensions.
+        tensors = (name for name in collected if name.partition(".")[0] == kind and ":" not in name)
+        last_kept = self.last_kept if all(f"{name}:0" in collected for name in tensors) else None
         for number in range(num_batches):
-            rest = self._remainder() if number == num_batches - 1 else 0
-            values = self._of_batch(collected, kind, number, rest or None)
+            values = self._of_batch(collected, kind, number, last_kept if number == num_batches - 1 else None)
             joined = values if joined is None else nested_concat(joined, values, padding_index=IGNORED_LABEL)
         return nested_numpify(joined)
 

@@ -307,13 +307,15 @@ def _evaluation(
     best = args.metric_for_best_model
     # `Trainer` takes the name with or without the prefix.
     metric = "val_loss" if best is None else "val_" + best.removeprefix("eval_")
-    loader = AheadLoader(trainer.get_eval_dataloader())
+    loader = AheadLoader(trainer.get_eval_dataloader(trainer.eval_dataset))
     parts = parts_of(loader)
     # An evaluation begins with the first pass, of a new loader.
     has_order = any(isinstance(part, torch.Generator) or hasattr(part, "set_epoch") for part in parts)
     if has_order:
         generators = {id(part) for part in parts if isinstance(part, torch.Generator)}
-        if any(id(part) in generators for part in parts_of(AheadLoader(trainer.get_eval_dataloader()))):
+        if any(
+            id(part) in generators for part in parts_of(AheadLoader(trainer.get_eval_dataloader(trainer.eval_dataset)))
+        ):
             reason = "a generator of its evaluation's order, which goes on from one evaluation to the next"
             raise RefusedTrainerError([f"{reason}: make a new generator for each loader, with a seed"])
     with_predictions = trainer.compute_metrics is not None and not args.prediction_loss_only
@@ -333,9 +335,7 @@ def _evaluation(
             compute_metrics=trainer.compute_metrics if with_predictions else None,
             batch_size=args.eval_batch_size,
             # `Seq2SeqTrainer` counts the loss of a shorter last batch as that of a full one.
-            num_samples=None
-            if args.dataloader_drop_last or isinstance(trainer, Seq2SeqTrainer)
-            else len(trainer.eval_dataset),
+            last_kept=None if isinstance(trainer, Seq2SeqTrainer) else loader.last_kept,
             drops_bad_losses=installed.drops_bad_losses(args),
             compute_objective=compute_objective,
             log=step.own_loss.log if step.own_loss is not None and step.own_loss.has_metrics else None,

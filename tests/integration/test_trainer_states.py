@@ -1,0 +1,106 @@
+"""Loaders, models and stateful objects of a `Trainer`: a trial has the bits of `Trainer.train()`, or is refused by name."""
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+
+from transformers import Trainer
+
+from hydra_tune import train_plain
+from hydra_tune_transformers import task_from_trainer
+from tests.support.trainers import making, trained
+
+# Of older versions of transformers, which use old names of torch.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_precision(monkeypatch):
+    """Keep settings of other tests, which older versions note for the process, from these tests."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+
+
+def assert_same(result, weights, reports):
+    state = result.state_dict()
+    assert list(state) == list(weights)
+    assert [name for name, value in weights.items() if not torch.equal(value, state[name])] == []
+    names = [name for name in result.metrics if name.startswith("val_")]
+    expected = [{name: float(report[name.replace("val_", "eval_", 1)]) for name in names} for report in reports]
+    assert names
+    assert [{name: entry[name] for name in names} for entry in result.history] == expected
+
+
+class UnevenBatches(torch.utils.data.Sampler):
+    """Batches of several sizes; accelerate counts each as of `batch_size`."""
+
+    batch_size, drop_last = 3, False
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def __iter__(self):
+        places = iter(range(sum(self.sizes)))
+        return iter([[next(places) for _ in range(size)] for size in self.sizes])
+
+    def __len__(self):
+        return len(self.sizes)
+
+
+class OwnEvaluation(Trainer):
+    """Evaluates by a loader of its own."""
+
+    first, arguments = None, None
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        rows = (
+            self.eval_dataset if self.first is None else torch.utils.data.Subset(self.eval_dataset, range(self.first))
+        )
+        loader = torch.utils.data.DataLoader(rows, collate_fn=self.data_collator, **self.arguments)
+        return self.accelerator.prepare(loader)
+
+
+class GivenRows(Trainer):
+    """Evaluates the rows that `evaluate` gives."""
+
+    def get_eval_dataloader(self, eval_dataset):
+        return super().get_eval_dataloader(eval_dataset)
+
+
+def evaluating(first=None, **arguments):
+    return type("OwnEvaluation", (OwnEvaluation,), {"first": first, "arguments": arguments})
+
+
+def with_mean(logits, labels):
+    return logits, logits.mean()
+
+
+def of_all(predicted):
+    scores, means = predicted.predictions
+    return {"scores": float(scores.sum()), "size": float(scores.size), "means": float(means.sum())}
+
+
+EVALUATIONS = {
+    "larger batches than those of the arguments": {"trainer_class": evaluating(batch_size=7)},
+    "a part of the rows": {"trainer_class": evaluating(first=7, batch_size=4)},
+    "the rest dropped": {"trainer_class": evaluating(batch_size=4, drop_last=True)},
+    "the rest kept": {"trainer_class": evaluating(batch_size=4), "dataloader_drop_last": True},
+    "batches of several sizes": {"trainer_class": evaluating(batch_sampler=UnevenBatches([2, 5, 3]))},
+    "the rows given": {"trainer_class": GivenRows},
+    "a number for each batch": {
+        "trainer_class": evaluating(batch_sampler=UnevenBatches([2, 5, 3])),
+        "given": {"preprocess_logits_for_metrics": with_mean, "compute_metrics": of_all},
+    },
+}
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_the_last_batch_of_an_own_loader_counts_as_in_the_trainer(tmp_path, name):
+    """The pool took the rest of the whole dataset by the batch size of the arguments."""
+    make = making(tmp_path, num_train_epochs=1, **EVALUATIONS[name])
+    weights, reports, _ = trained(make)
+    assert_same(train_plain(task_from_trainer(make)), weights, reports)
