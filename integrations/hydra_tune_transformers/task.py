@@ -72,7 +72,7 @@ def task_from_trainer(make_trainer: Callable[[], Trainer]) -> TrainTask:
             )
         init = trainer.model_init
         model = _TrainersModel(make_trainer) if init is None else InitializedModel(init, None, trainer.processing_class)
-        return task_of(trainer, model)
+        return task_of(trainer, model, begins_again=init is not None)
 
 
 def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Trainer:
@@ -164,6 +164,8 @@ def task_of(
     model: Callable[[], nn.Module],
     compute_objective: Callable[[dict[str, float]], Any] | None = None,
     objectives: str | tuple[str, ...] | None = None,
+    *,
+    begins_again: bool = False,
 ) -> TrainTask:
     """Describe the training of a `Trainer`.
 
@@ -172,6 +174,7 @@ def task_of(
         model: builds the trial's model.
         compute_objective: as for `TrainerMetrics`.
         objectives: the metrics of the tuner, in place of `metric_for_best_model`.
+        begins_again: whether the `Trainer` calls its `model_init` once more first, as `Trainer.train()` does.
 
     Raises:
         RefusedTrainerError: as `task_from_trainer`.
@@ -181,11 +184,15 @@ def task_of(
     if reasons:
         raise RefusedTrainerError(reasons)
     args = trainer.args
+    if trainer.model_init is not None:
+        set_seed(args.seed)  # as train(), before it makes the loader, whose order goes by the seed
+    if begins_again:
+        # The new model lacks what a script has changed since the `Trainer` was made, such as a freeze or an adapter.
+        trainer.model = trainer.model_wrapped = trainer.call_model_init()
+        trainer.optimizer = None
     # From now on a model with these tensors is copied for each trial; see `own_copy`.
     module = module_of(trainer)
     mark_seen(module)
-    if trainer.model_init is not None:
-        set_seed(args.seed)  # as train(), before it makes the loader, whose order goes by the seed
     prepared = trainer.get_train_dataloader()
     length = _Length.of(args, len(prepared))
     try:

@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from hydra_tune import train_plain
 from hydra_tune_transformers import task_from_trainer
-from tests.support.trainers import making, trained
+from tests.support.trainers import making, text_model, trained
 
 # Of older versions of transformers, which use old names of torch.
 pytestmark = [
@@ -102,5 +102,50 @@ EVALUATIONS = {
 def test_the_last_batch_of_an_own_loader_counts_as_in_the_trainer(tmp_path, name):
     """The pool took the rest of the whole dataset by the batch size of the arguments."""
     make = making(tmp_path, num_train_epochs=1, **EVALUATIONS[name])
+    weights, reports, _ = trained(make)
+    assert_same(train_plain(task_from_trainer(make)), weights, reports)
+
+
+def freeze(trainer):
+    trainer.model.bert.requires_grad_(False)
+
+
+def thaw(trainer):
+    trainer.model.bert.requires_grad_(True)
+
+
+def adapt(trainer):
+    peft = pytest.importorskip("peft")
+    trainer.model = peft.get_peft_model(trainer.model, peft.LoraConfig(r=2, target_modules=["query"]))
+
+
+def step_before(trainer):
+    trainer.create_optimizer()
+
+
+def frozen_model():
+    model = text_model()
+    model.bert.requires_grad_(False)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
+@pytest.mark.parametrize(
+    ("change", "arguments"),
+    [
+        (freeze, {}),
+        (thaw, {"given": {"model_init": frozen_model}}),
+        (adapt, {}),
+        (step_before, {"weight_decay": 0.3}),
+    ],
+)
+def test_a_model_init_undoes_what_a_script_does_to_the_model_of_the_trainer(tmp_path, change, arguments):
+    """Trials froze what the first model had frozen, where `train()` makes another model."""
+
+    def make():
+        trainer = making(tmp_path, num_train_epochs=1, **arguments)()
+        change(trainer)
+        return trainer
+
     weights, reports, _ = trained(make)
     assert_same(train_plain(task_from_trainer(make)), weights, reports)
