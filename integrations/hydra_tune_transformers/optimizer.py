@@ -64,8 +64,6 @@ def recipe_of(optimizer: Any, model: nn.Module) -> tuple[NamedGroups, OptimizerO
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"{kind.__name__} is not a torch.optim.Optimizer{_TORCH}")  # noqa: TRY004 - it becomes a refusal
-    if optimizer.state:
-        raise ValueError(f"{kind.__name__} has made steps already{_TORCH}")
     hooks = [getattr(optimizer, f"_optimizer_step_{place}_hooks", ()) for place in ("pre", "post")]
     if any(hooks):
         raise ValueError(
@@ -87,6 +85,9 @@ def recipe_of(optimizer: Any, model: nn.Module) -> tuple[NamedGroups, OptimizerO
         again = recipe[1](recipe[0](model))
     except Exception as error:
         raise ValueError(f"{kind.__name__} cannot be made again from its groups ({error}){_TORCH}") from error
+    # Adagrad of torch has a state before its first step.
+    if not _are_equal(optimizer.state, again.state):
+        raise ValueError(f"{kind.__name__} has made steps already{_TORCH} that has made none")
     for before, after in zip(optimizer.param_groups, again.param_groups, strict=True):
         if _options(before) != _options(after):
             raise ValueError(f"{kind.__name__} made again from its groups has other settings{_TORCH}")
@@ -99,6 +100,15 @@ def recipe_of(optimizer: Any, model: nn.Module) -> tuple[NamedGroups, OptimizerO
                 "setting as its default, or an optimizer of torch"
             )
     return recipe
+
+
+def _are_equal(before: Any, after: Any) -> bool:
+    """Whether the states of two optimizers, or two values within, are equal."""
+    if isinstance(before, torch.Tensor):
+        return isinstance(after, torch.Tensor) and torch.equal(before, after)
+    if isinstance(before, Mapping):
+        return before.keys() == after.keys() and all(_are_equal(value, after[name]) for name, value in before.items())
+    return bool(before == after)
 
 
 def _own_tensors(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
 from transformers import Trainer
 
-from hydra_tune import train_plain
-from hydra_tune_transformers import task_from_trainer
+from hydra_tune import HydraExecutor, train_plain
+from hydra_tune_transformers import RefusedTrainerError, task_from_trainer
 from tests.support.trainers import making, text_model, trained
 
 # Of older versions of transformers, which use old names of torch.
@@ -149,3 +149,35 @@ def test_a_model_init_undoes_what_a_script_does_to_the_model_of_the_trainer(tmp_
 
     weights, reports, _ = trained(make)
     assert_same(train_plain(task_from_trainer(make)), weights, reports)
+
+
+@pytest.mark.parametrize("shards", [0, 1, pytest.param(2, marks=pytest.mark.slow)], ids=["plain loop", "whole", "cut"])
+def test_an_optimizer_with_a_state_before_its_first_step_is_taken_over(tmp_path, shards):
+    """The state that Adagrad has from the beginning counted as that of steps."""
+    make = making(tmp_path, optim="adagrad", num_train_epochs=1)
+    weights, reports, _ = trained(make)
+    task = task_from_trainer(make)
+    if not shards:
+        assert_same(train_plain(task), weights, reports)
+        return
+    with HydraExecutor(f"cpu:{shards}", num_shards=shards) as pool:
+        (result,) = pool.run([task])
+    assert_same(result, weights, reports)
+
+
+def stepped(kind):
+    model = text_model()
+    optimizer = kind(model.parameters())
+    model(input_ids=torch.tensor([[2, 3]]), labels=torch.tensor([1])).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"model": model, "optimizers": (optimizer, None)}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW])
+def test_an_optimizer_that_has_made_a_step_is_refused(tmp_path, kind):
+    make = making(tmp_path, live_model=True, given=stepped(kind))
+    with pytest.raises(
+        RefusedTrainerError, match=f"{kind.__name__} has made steps already; use an optimizer of torch that"
+    ):
+        task_from_trainer(make)
