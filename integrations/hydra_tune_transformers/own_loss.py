@@ -81,6 +81,8 @@ _LIBRARY = f"{transformers.__path__[0]}{os.sep}"
 _CALLS = weakref.WeakKeyDictionary[nn.Module, tuple[int, dict[str, bytes | None], list[ValueHolder]]]()
 """Calls of an override so far, and the contents and variables before the first, by the module of the step."""
 _REMEDY = "write the TrainTask yourself (the page 'Bring a plain PyTorch loop' of the documentation)"
+_INSTEAD = {"device": "read model.device", "is_in_train": "read model.training"}
+"""Remedies for attributes of the accelerator and of `Trainer` that the model has as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,18 @@ class OwnLoss:
             else {name: _state_around(vars(owner)[name], owner.model) for name in self._losses_of(module)}
         )
         # A copy, because overrides take the labels out, and an evaluation reads them afterwards.
-        value = getattr(type(owner), name)(owner, owner.model, copy.copy(batch), **arguments)
+        inputs = copy.copy(batch)
+        try:
+            value = getattr(type(owner), name)(owner, owner.model, inputs, **arguments)
+        except AttributeError as error:
+            if error.obj is not inputs:
+                raise
+            # Stock, the batch of a tokenizer's collator is a `BatchEncoding`, which has its values as attributes, too.
+            raise TaskError(
+                f"{name} of {type(shared).__name__} reads inputs.{error.name}, and a batch in the pool is a dict without "
+                "attributes of its own: read values by their keys, as inputs['labels'], and leave out inputs.to(), because "
+                "the batch is on the model's device"
+            ) from error
         # At the powers of two.
         now = _contents(shared) if num_calls & (num_calls - 1) == 0 else before
         changed = [name for name, content in now.items() if content != before.get(name)]
@@ -470,7 +483,8 @@ class _SingleProcessAccelerator:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise TaskError(f"compute_loss reads self.accelerator.{name}, which a trial in the pool lacks; {_REMEDY}")
+        remedy = _INSTEAD.get(name, _REMEDY)
+        raise TaskError(f"compute_loss reads self.accelerator.{name}, which a trial in the pool lacks; {remedy}")
 
 
 def _refuse_read(self: Any, name: str) -> NoReturn:
@@ -478,10 +492,8 @@ def _refuse_read(self: Any, name: str) -> NoReturn:
     if name.startswith("__") or name not in _names_of_library(type(self)):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
     method = vars(self).get(_METHOD, "compute_loss")
-    raise TaskError(
-        f"{method} of {type(self).__name__} reads self.{name}, which a trial in the pool lacks: "
-        f"compute the loss from the batch, the model and settings, or {_REMEDY}"
-    )
+    remedy = _INSTEAD.get(name, f"compute the loss from the batch, the model and settings, or {_REMEDY}")
+    raise TaskError(f"{method} of {type(self).__name__} reads self.{name}, which a trial in the pool lacks: {remedy}")
 
 
 def _refuse_write(self: Any, name: str, value: object = None) -> None:

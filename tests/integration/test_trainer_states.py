@@ -5,11 +5,13 @@ import torch
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
+import transformers
 from transformers import Trainer
 
 from hydra_tune import HydraExecutor, train_plain
+from hydra_tune.errors import TaskError
 from hydra_tune_transformers import RefusedTrainerError, task_from_trainer
-from tests.support.trainers import making, text_model, trained
+from tests.support.trainers import making, padded, text_model, trained
 
 # Of older versions of transformers, which use old names of torch.
 pytestmark = [
@@ -181,3 +183,63 @@ def test_an_optimizer_that_has_made_a_step_is_refused(tmp_path, kind):
         RefusedTrainerError, match=f"{kind.__name__} has made steps already; use an optimizer of torch that"
     ):
         task_from_trainer(make)
+
+
+def encoded(samples):
+    return transformers.BatchEncoding(padded(samples))
+
+
+class ByAttributes(Trainer):
+    """Reads a `BatchEncoding` by its attributes."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(input_ids=inputs.input_ids, attention_mask=inputs["attention_mask"], labels=inputs["labels"])
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class ByKeys(Trainer):
+    """Computes on the model's device, otherwise in training than in an evaluation."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        weight = torch.tensor(0.5 if model.training else 2.0, device=model.device)
+        return (outputs["loss"] * weight, outputs) if return_outputs else outputs["loss"] * weight
+
+
+class OnTheAcceleratorsDevice(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs)["loss"] * torch.ones((), device=self.accelerator.device)
+
+
+class WhileTraining(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs)["loss"] * (2 if self.is_in_train else 1)
+
+
+class Misspelled(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).losses
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (ByAttributes, TaskError, r"compute_loss of ByAttributes reads inputs.input_ids, .* as inputs\['labels'\]"),
+        (OnTheAcceleratorsDevice, TaskError, "reads self.accelerator.device, .* lacks; read model.device"),
+        (WhileTraining, TaskError, "reads self.is_in_train, .* lacks: read model.training"),
+        (Misspelled, AttributeError, "has no attribute 'losses'"),
+    ],
+)
+def test_a_loss_that_reads_an_attribute_the_pool_lacks_is_told_what_to_read(tmp_path, kind, error, message):
+    task = task_from_trainer(making(tmp_path, trainer_class=kind, given={"data_collator": encoded}))
+    with pytest.raises(error, match=message):
+        train_plain(task)
+
+
+def test_a_loss_that_reads_as_told_has_the_bits(tmp_path):
+    make = making(tmp_path, trainer_class=ByKeys, num_train_epochs=1, given={"data_collator": encoded})
+    weights, reports, _ = trained(make)
+    assert_same(train_plain(task_from_trainer(make)), weights, reports)
+    with HydraExecutor("cpu:2", num_shards=2) as pool:
+        (result,) = pool.run([task_from_trainer(make)])
+    assert_same(result, weights, reports)
