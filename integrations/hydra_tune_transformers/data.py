@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from hydra_tune.errors import TaskError
 from hydra_tune_transformers.errors import RefusedTrainerError
+from hydra_tune_transformers.shared import check
 
 
 class AheadLoader(DataLoader[Any]):
@@ -72,7 +73,11 @@ class AheadLoader(DataLoader[Any]):
     def _ahead(self, batches: Iterator[Any]) -> Iterator[dict[str, Any]]:
         most = self.short_pass[1] if self.short_pass is not None and self.short_pass[0] == self.num_passes else None
         drawn: list[Any] = []
+        # Of a `Trainer`'s loader, within the object that leaves out columns.
+        collator = getattr(self.collate_fn, "data_collator", self.collate_fn)
+        check(collator)
         for number, batch in enumerate(batches):
+            check(collator)
             drawn.append(batch)
             if len(drawn) > 1:
                 yield _as_dict(drawn.pop(0))

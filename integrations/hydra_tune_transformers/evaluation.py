@@ -27,6 +27,7 @@ from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
 from hydra_tune.errors import MetricError, TaskError
 from hydra_tune_transformers.loss import IGNORED_LABEL, ItemCount, TrainerStep
+from hydra_tune_transformers.shared import check
 
 OBJECTIVE = "objective"
 _LOSS, _LOGITS, _LABELS = "loss", "logits", "labels"
@@ -113,7 +114,12 @@ class TrainerEvaluation:
 
     def _preprocessed(self, logits: Any, labels: Any) -> Any:
         predictions = self._widened(logits)
-        return predictions if self.preprocess is None else self.preprocess(predictions, labels)
+        if self.preprocess is None:
+            return predictions
+        check(self.preprocess)
+        processed = self.preprocess(predictions, labels)
+        check(self.preprocess)
+        return processed
 
     def _widened(self, value: Any) -> Any:
         if isinstance(value, tuple | list):
@@ -153,7 +159,9 @@ class TrainerMetrics:
             predictions = self._joined(collected, _LOGITS)
             labels = self._joined(collected, _LABELS)
             with _ONE_AT_A_TIME:
+                check(self.compute_metrics)
                 metrics = dict(self.compute_metrics(EvalPrediction(predictions, labels)))
+                check(self.compute_metrics)
         metrics = denumpify_detensorize(metrics)
         metrics[_PREFIX + _LOSS] = self._mean_loss(collected[_LOSS])
         for name in list(metrics):

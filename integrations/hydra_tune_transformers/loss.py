@@ -17,6 +17,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hydra_tune.errors import TaskError
 from hydra_tune_transformers.own_loss import OwnLoss
+from hydra_tune_transformers.shared import check
 
 IGNORED_LABEL = -100
 
@@ -82,7 +83,10 @@ class TrainerStep:
             inputs["num_items_in_batch"] = total
         outputs = module(**inputs)
         if self.loss_function is not None:
-            return self.loss_function(outputs, labels, num_items_in_batch=total), outputs
+            check(self.loss_function)
+            loss = self.loss_function(outputs, labels, num_items_in_batch=total)
+            check(self.loss_function)
+            return loss, outputs
         if self.label_smoother is not None and labels is not None:
             options: dict[str, Any] = {"shift_labels": True} if self.shifts_labels else {}
             options |= {"num_items_in_batch": total} if self.smooths_by_count else {}

@@ -277,7 +277,7 @@ def refused_attributes(trainer: Trainer) -> Iterator[str]:
     memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
 
     def reaches(*values: object) -> bool:
-        content = _AttributeDigest()
+        content = AttributeDigest()
         content.note(values)
         return content.has_trainer or bool(content.objects & parts or content.memory & memory)
 
@@ -302,7 +302,7 @@ def refused_attributes(trainer: Trainer) -> Iterator[str]:
             )
 
 
-class _AttributeDigest(pickle.Pickler):
+class AttributeDigest(pickle.Pickler):
     """Digest of a value, and the objects that the value holds.
 
     Pickling walks through most objects. Tensors count by their identity and version, and functions by their identity.
@@ -310,6 +310,8 @@ class _AttributeDigest(pickle.Pickler):
     variables of its closure are walked through as well, and global variables that are a tensor, a model or a `Trainer`.
     `PythonStateUndo` would not do here: models of the library note settings on themselves at their first call, which
     would count as changes.
+
+    `shared.py` takes digests of objects that trials share as well.
 
     Attributes:
         objects: identities of the trainers, models and their parts, tensors, functions, methods and generators.
@@ -333,6 +335,7 @@ class _AttributeDigest(pickle.Pickler):
         return hashlib.blake2b(self._file.getbuffer()).digest()
 
     def persistent_id(self, value: Any) -> object:
+        """Note an object, and return what stands for the object in the digest; None: its parts."""
         if id(value) in self.objects:
             return id(value)
         if isinstance(value, Trainer | nn.Module | Tensor | FunctionType | MethodType | torch.Generator):
@@ -366,7 +369,7 @@ class _AttributeDigest(pickle.Pickler):
 
     def _walk(self, value: object) -> None:
         # A walk of its own: a pickler cannot begin another within `dump`.
-        content = _AttributeDigest()
+        content = AttributeDigest()
         content.objects |= self.objects
         content.note(value)
         self.objects |= content.objects
@@ -383,7 +386,7 @@ def _contents(shared: object) -> dict[str, bytes | None]:
             attributes |= {name: value for name, value in values.items() if not hasattr(type(value), "__get__")}
     attributes |= vars(shared)
     return {
-        name: _AttributeDigest().note(value)
+        name: AttributeDigest().note(value)
         for name, value in attributes.items()
         if name != "accelerator" and not isinstance(value, _UNCHANGED)
     }
@@ -422,7 +425,7 @@ def _state_around(loss: nn.Module, model: nn.Module) -> list[object]:
     parts = [part for part in loss.modules() if id(part) not in inside]
     internals = vars(nn.Module()).keys()
     attributes = [
-        (name, _AttributeDigest().note(v)) for part in parts for name, v in vars(part).items() if name not in internals
+        (name, AttributeDigest().note(v)) for part in parts for name, v in vars(part).items() if name not in internals
     ]
     return [*attributes, *(id(buffer) for part in parts for buffer in part.buffers(recurse=False))]
 

@@ -23,6 +23,7 @@ import hydra_tune_optuna
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import ConfigError
 from hydra_tune_transformers.evaluation import OBJECTIVE
+from hydra_tune_transformers.shared import shared_objects
 from hydra_tune_transformers.task import InitializedModel, own_random_state, task_of
 
 _OF_OPTIMIZE = ("timeout", "n_jobs", "gc_after_trial", "catch")
@@ -74,7 +75,9 @@ def hyperparameter_search(
     study = hydra_tune_optuna.create_study(executor=executor, **chosen, **kwargs)
     num_objectives = len(direction) if isinstance(direction, list) else 0
     build = partial(_build, trainer, space, objective, num_objectives)
+    shared = shared_objects(trainer)  # known for the whole search, with the states before the first trial
     study.optimize(build, n_trials=n_trials, **optimizing)
+    del shared
     if num_objectives:
         return [BestRun(str(best.number), best.values, best.params) for best in study.best_trials]
     best = study.best_trial

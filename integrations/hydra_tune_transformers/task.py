@@ -41,6 +41,7 @@ from hydra_tune_transformers.loss import ItemCount, TrainerStep, draw_together
 from hydra_tune_transformers.optimizer import NamedGroups, recipe_of
 from hydra_tune_transformers.own_loss import own_loss_of
 from hydra_tune_transformers.refusals import refusals
+from hydra_tune_transformers.shared import SharedObject, shared_objects
 
 
 def task_from_trainer(make_trainer: Callable[[], Trainer]) -> TrainTask:
@@ -117,11 +118,15 @@ class _OwnModel:
 
     Args:
         build: builds the model, or returns one.
+        shared: objects that the trials of the task call, to be told each trial.
     """
 
     build: Callable[[], nn.Module]
+    shared: tuple[SharedObject, ...]
 
     def __call__(self) -> nn.Module:
+        for each in self.shared:
+            each.num_trials += 1
         return own_copy(self.build())
 
 
@@ -208,7 +213,7 @@ def task_of(
         raise RefusedTrainerError([reason])
     step, item_count = _loss(trainer)
     return TrainTask(
-        model=_OwnModel(model),
+        model=_OwnModel(model, shared_objects(trainer)),
         param_groups=param_groups,
         optimizer=optimizer,
         scheduler=partial(

@@ -1,13 +1,18 @@
 """Loaders, models and stateful objects of a `Trainer`: a trial has the bits of `Trainer.train()`, or is refused by name."""
 
+import functools
+import random
+
 import pytest
 import torch
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
+import optuna
 import transformers
 from transformers import Trainer
 
+import hydra_tune_transformers
 from hydra_tune import HydraExecutor, train_plain
 from hydra_tune.errors import TaskError
 from hydra_tune_transformers import RefusedTrainerError, task_from_trainer
@@ -243,3 +248,132 @@ def test_a_loss_that_reads_as_told_has_the_bits(tmp_path):
     with HydraExecutor("cpu:2", num_shards=2) as pool:
         (result,) = pool.run([task_from_trainer(make)])
     assert_same(result, weights, reports)
+
+
+class Growing:
+    """Gives another result at each call."""
+
+    calls = 0
+
+    def grown(self):
+        self.calls += 1
+        return 1 + 1 / self.calls
+
+
+class GrowingLoss(Growing):
+    def __call__(self, outputs, labels, num_items_in_batch=None):
+        return torch.nn.functional.cross_entropy(outputs["logits"], labels) * self.grown()
+
+
+class MovingLoss(torch.nn.Module):
+    """Subtracts a moving average."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, outputs, labels, num_items_in_batch=None):
+        self.mean.mul_(0.9).add_(0.1 * outputs["logits"].detach().mean(0))
+        return torch.nn.functional.cross_entropy(outputs["logits"] - self.mean, labels)
+
+
+def loss_of_a_closure():
+    calls = 0
+
+    def count(outputs, labels, num_items_in_batch=None):
+        nonlocal calls
+        calls += 1
+        return torch.nn.functional.cross_entropy(outputs["logits"], labels) * (1 + 1 / calls)
+
+    return count
+
+
+class GrowingCollator(Growing):
+    def __call__(self, samples):
+        batch = padded(samples)
+        return {**batch, "labels": (batch["labels"] + int(4 * self.grown())) % 3}
+
+
+def collator_of_a_closure():
+    stream = random.Random(0)
+
+    def shift(samples):
+        batch = padded(samples)
+        return {**batch, "labels": (batch["labels"] + stream.randrange(3)) % 3}
+
+    return shift
+
+
+class GrowingMetrics(Growing):
+    def __call__(self, predicted):
+        return {"grown": self.grown()}
+
+
+class GrowingScores(Growing):
+    def change(self, logits, labels):
+        return logits * self.grown()
+
+
+STATES = {
+    "compute_loss_func=GrowingLoss": {"compute_loss_func": GrowingLoss},
+    "compute_loss_func=MovingLoss": {"compute_loss_func": MovingLoss},
+    "compute_loss_func=count": {"compute_loss_func": loss_of_a_closure},
+    "data_collator=GrowingCollator": {"data_collator": GrowingCollator},
+    "data_collator=shift": {"data_collator": collator_of_a_closure},
+    "compute_metrics=GrowingMetrics": {"compute_metrics": GrowingMetrics},
+    "preprocess_logits_for_metrics=GrowingScores": {
+        "preprocess_logits_for_metrics": lambda: functools.partial(GrowingScores().change)
+    },
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_an_object_that_changes_in_its_calls_serves_one_trial_alone(tmp_path, name):
+    """Trials called the one object in turn, and each got another state than that of a training of its own."""
+
+    def make():
+        return making(tmp_path, given={key: build() for key, build in STATES[name].items()})()
+
+    weights, reports, _ = trained(make)
+    assert_same(train_plain(task_from_trainer(make)), weights, reports)
+    with HydraExecutor("cpu:2") as pool:
+        results = pool.run([task_from_trainer(make) for _ in range(2)])
+        for result in results:
+            assert_same(result, weights, reports)
+        task = task_from_trainer(make)
+        (first,) = pool.run([task])
+        assert_same(first, weights, reports)
+        (second,) = pool.run([task], on_error="return")
+        at_once = pool.run([task_from_trainer(make)] * 2, on_error="return")
+    message = f"{name} changes in its calls, which trials share"
+    assert message in str(second.error)
+    assert any(message in str(result.error) for result in at_once)
+    for result in at_once:
+        if result.status == "completed":
+            assert_same(result, weights, reports)
+
+
+def test_trials_of_a_search_share_no_object_that_changes(tmp_path):
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    trainer = making(tmp_path, num_train_epochs=1, given={"compute_loss_func": GrowingLoss()})()
+    search = {"hp_space": lambda trial: {}, "n_trials": 2, "n_jobs": 1}
+    with HydraExecutor("cpu:1") as pool, pytest.raises(Exception, match="compute_loss_func=GrowingLoss changes in its"):
+        hydra_tune_transformers.hyperparameter_search(trainer, executor=pool, **search)
+
+
+class Weighing:
+    """Weighs the classes, and holds more than a look at each call would read."""
+
+    def __init__(self):
+        self.weights, self.rows = torch.tensor([1.0, 2.0, 3.0]), list(range(5000))
+
+    def __call__(self, outputs, labels, num_items_in_batch=None):
+        return torch.nn.functional.cross_entropy(outputs["logits"], labels, weight=self.weights)
+
+
+def test_an_object_without_changes_serves_all_trials(tmp_path):
+    make = making(tmp_path, num_train_epochs=1, given={"compute_loss_func": Weighing()})
+    weights, reports, _ = trained(make)
+    with HydraExecutor("cpu:2") as pool:
+        for result in pool.run([task_from_trainer(make)] * 2):
+            assert_same(result, weights, reports)
