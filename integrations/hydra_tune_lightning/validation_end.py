@@ -10,9 +10,11 @@ Note: trials share the copy in `ValidationEnd.module`, from several threads, so 
 """
 
 import copy
+import itertools
+import json
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +25,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from torchmetrics import Metric
 
-from hydra_tune.errors import MetricError
+from hydra_tune.errors import CaptureError, MetricError
 from hydra_tune.shard.python_state.code_names import is_installed
 from hydra_tune_lightning.epoch_values import StepLogs, collected_states, metrics_of, put_states
 from hydra_tune_lightning.options import TrainerOptions
 from hydra_tune_lightning.trainer_stand_in import standing_in
 
 HOOK = "on_validation_epoch_end"
-_LIST = "list|"
+_LIST, _FORMS, _SIZES = "list|", "forms|", "sizes|"
+_NUMBERS = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 _SET, _LENGTH = "set|", "length|"
 _STOCK = frozenset(vars(LightningModule())) | {"_hparams", "_hparams_initial", "_hparams_name"}
 _SIZED: tuple[type, ...] = (dict, list, tuple, set, deque)
@@ -97,45 +100,83 @@ def appended(module: nn.Module, *, is_wanted: bool) -> Iterator[dict[str, Tensor
                 values[f"{_SET}{name}"] = torch.ones(1)
         values |= {f"{_LENGTH}{name}": torch.tensor([length]) for name, length in before.items()}
         for name, value in _lists(module).items():
-            items = value[before.get(name, 0) :]
-            leaves, spec = _pytree.tree_flatten(items)
-            for number, leaf in enumerate(leaves):
-                if not isinstance(leaf, Tensor | int | float):
-                    kind = type(leaf).__name__
-                    raise MetricError(f"validation_step appends a {kind} to self.{name}; append tensors and numbers")
-                tensor = torch.as_tensor(leaf)
-                key = f"{_LIST}{name}|{number}|{_pytree.treespec_dumps(spec)}"
-                values[key] = tensor.detach().reshape(-1)
-                values |= {f"{dimension}{key}": torch.tensor(size) for dimension, size in enumerate(tensor.shape)}
+            values |= _stored(name, value[before.get(name, 0) :])
     finally:
         for name, value in _lists(module).items():
             del value[before.get(name, 0) :]
 
 
+def _stored(name: str, items: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the items that a batch appends to a list: the parts of each kind in a tensor, and the forms of the items as text.
+
+    Each batch has its own forms, because a smaller batch may append fewer items.
+    """
+    parts: dict[str, list[Any]] = {}
+    forms: list[tuple[Any, list[str]]] = []
+    for item in items:
+        leaves, spec = _pytree.tree_flatten(item)
+        kinds = [_kind(name, leaf) for leaf in leaves]
+        forms.append((spec, kinds))
+        for kind, leaf in zip(kinds, leaves, strict=True):
+            parts.setdefault(kind, []).append(leaf)
+    if not forms:
+        return {}
+    runs = [(_pytree.treespec_dumps(spec), kinds, len([*alike])) for (spec, kinds), alike in itertools.groupby(forms)]
+    values = {f"{_FORMS}{name}": torch.tensor([*f"{json.dumps(runs)}\n".encode()], dtype=torch.uint8)}
+    for kind, leaves in parts.items():
+        key = f"{_LIST}{name}|{kind}"
+        if kind in _NUMBERS:
+            values[key] = torch.tensor(leaves, dtype=_NUMBERS[kind])
+            continue
+        flat = [leaf.detach().reshape(-1) for leaf in leaves]
+        values[key] = torch.cat(flat) if len(flat) > 1 else flat[0]
+        if leaves[0].ndim:
+            values[f"{_SIZES}{key}"] = torch.tensor([size for leaf in leaves for size in leaf.shape])
+    return values
+
+
+def _kind(name: str, leaf: Any) -> str:
+    """Return the kind of a part of an item: a type of numbers, or the type and the number of dimensions of a tensor."""
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype} {leaf.ndim}"
+    if isinstance(leaf, torch.SymFloat | torch.SymInt | torch.SymBool):  # while the step is captured
+        raise CaptureError(f"validation_step appends a plain number to self.{name}, which a graph does not know")
+    for kind, numbers in (("bool", bool), ("int", int), ("float", float)):
+        if isinstance(leaf, numbers):
+            return kind
+    raise MetricError(f"validation_step appends a {type(leaf).__name__} to self.{name}; append tensors and numbers")
+
+
 def _items(collected: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     """Return the items of each list, in the order of the batches."""
-    leaves: dict[tuple[str, str], list[list[Tensor]]] = {}
-    for key, values in collected.items():
-        if key.startswith(_LIST):
-            name, _, spec = key.removeprefix(_LIST).split("|", 2)
-            sizes = [collected[f"{dimension}{key}"].tolist() for dimension in range(_dimensions(collected, key))]
-            shapes = [*zip(*sizes, strict=True)] if sizes else [()] * len(values)
-            parts = torch.split(values, [math.prod(shape) for shape in shapes])
-            leaves.setdefault((name, spec), []).append(
-                [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-            )
     items: dict[str, list[Any]] = {}
-    for (name, spec), of_leaves in leaves.items():
-        if name in items:
-            raise MetricError(f"validation_step appends values of another form to self.{name} in some batches")
+    for key, text in collected.items():
+        if not key.startswith(_FORMS):
+            continue
+        name = key.removeprefix(_FORMS)
+        prefix = f"{_LIST}{name}|"
+        parts = {each.removeprefix(prefix): _parts(collected, each) for each in collected if each.startswith(prefix)}
         items[name] = []
-        for of_batch in zip(*of_leaves, strict=True):
-            items[name] += _pytree.tree_unflatten(list(of_batch), _pytree.treespec_loads(spec))
+        for line in bytes(text.tolist()).decode().splitlines():
+            for dumped, kinds, count in json.loads(line):
+                spec = _pytree.treespec_loads(dumped)
+                for _ in range(count):
+                    items[name].append(_pytree.tree_unflatten([next(parts[kind]) for kind in kinds], spec))
     return items
 
 
-def _dimensions(collected: Mapping[str, Tensor], key: str) -> int:
-    return next(dimension for dimension in range(len(collected) + 1) if f"{dimension}{key}" not in collected)
+def _parts(collected: Mapping[str, Tensor], key: str) -> Iterator[Any]:
+    """Iterate over the parts of one kind, in the order of the batches."""
+    kind, values = key.rpartition("|")[2], collected[key]
+    if kind in _NUMBERS:
+        # Numbers of Python again: those of a tensor count and add otherwise.
+        return iter(values.tolist())
+    dimensions = int(kind.rpartition(" ")[2])
+    if not dimensions:
+        return iter(values.unbind())
+    shapes = collected[f"{_SIZES}{key}"].reshape(-1, dimensions).tolist()
+    parts = torch.split(values, [math.prod(shape) for shape in shapes])
+    return (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 def _unseen(collected: Mapping[str, Tensor], lists: Mapping[str, list[Any]]) -> set[str]:
