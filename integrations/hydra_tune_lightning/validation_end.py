@@ -1,8 +1,9 @@
 """`on_validation_epoch_end` of a module, called on a copy with the module's metrics, lists and other values, and no weights.
 
 A metric that `validation_step` updates has its states of all batches there, and a list its items of all batches: each
-batch gives the appended items (`appended`), and `ValidationEnd` puts the batches together again. Another attribute that steps
-change is missing in the copy. A value kept by the hook for the next epoch is an error, because each call gets a new copy.
+batch gives the appended items (`appended`), and `ValidationEnd` puts the batches together again. A list of a class counts as
+each trial's own. Another attribute that steps change is missing in the copy. The same holds for parts with metrics. A value
+kept by the hook for the next epoch is an error, because each call gets a new copy.
 `step.py` enters `appended` around `validation_step`, and `task.py` makes the `ValidationEnd` that `EpochValues`
 (`epoch_values.py`) calls.
 
@@ -13,6 +14,7 @@ import copy
 import itertools
 import json
 import math
+import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils import _pytree
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from hydra_tune.errors import CaptureError, MetricError
 from hydra_tune.shard.python_state.code_names import is_installed
@@ -35,13 +37,33 @@ HOOK = "on_validation_epoch_end"
 _LIST, _FORMS, _SIZES = "list|", "forms|", "sizes|"
 _NUMBERS = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 _SET, _LENGTH = "set|", "length|"
-_STOCK = frozenset(vars(LightningModule())) | {"_hparams", "_hparams_initial", "_hparams_name"}
+_STOCK = (
+    frozenset(vars(LightningModule()))
+    | frozenset(vars(MetricCollection([])))
+    | {"_hparams", "_hparams_initial", "_hparams_name"}
+)
+_STOCK_KINDS = frozenset({*LightningModule.__mro__, *MetricCollection.__mro__})
 _SIZED: tuple[type, ...] = (dict, list, tuple, set, deque)
 _WALKED, _DEPTH = 256, 4  # entries of a container that are compared, and how deep
 
 
-def _lists(module: nn.Module) -> dict[str, list[Any]]:
-    return {name: value for name, value in vars(module).items() if type(value) is list}
+def _owners(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the parts that a copy `without_weights` has, but the metrics, by the beginning of their attributes' names."""
+    owners = {"": module}
+    for place in metrics_of(module):
+        part, path = module, ""
+        for name in place.split(".")[:-1]:
+            part, path = part.get_submodule(name), f"{path}{name}."
+            if isinstance(part, Metric):
+                break
+            owners[path] = part
+    return owners
+
+
+def _lists(owners: Mapping[str, nn.Module]) -> dict[str, list[Any]]:
+    return {
+        path + name: value for path, part in owners.items() for name, value in vars(part).items() if type(value) is list
+    }
 
 
 def _contents(value: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
@@ -60,19 +82,48 @@ def _contents(value: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
         parts = getattr(value, "__dict__", {}).values()
     yield value, len(parts)
     if depth < _DEPTH and len(parts) <= _WALKED:
-        for part in parts:
+        # Listed, because another trial may change a value of a class meanwhile.
+        for part in [*parts]:
             yield from _contents(part, depth + 1)
 
 
-def _attributes(module: nn.Module, lengths: Mapping[str, int]) -> dict[str, list[tuple[Any, int]]]:
-    """Return the contents of the attributes that a module's own code sets, of its lists up to some lengths."""
+def _attributes(owners: Mapping[str, nn.Module], lengths: Mapping[str, int]) -> dict[str, list[tuple[Any, int]]]:
+    """Return the contents of the attributes that the own code of modules sets, of their lists up to some lengths."""
+    found: dict[str, list[tuple[Any, int]]] = {}
+    for path, part in owners.items():
+        for name, value in vars(part).items():
+            if type(value) is list:
+                items = value[: lengths.get(path + name, 0)]
+                found[path + name] = [each for item in items for each in _contents(item)]
+            elif name not in _STOCK:
+                found[path + name] = [*_contents(value)]
+        for name, value in _of_class(part).items():
+            found.setdefault(path + name, []).extend(_contents(value))
+    return found
+
+
+def _of_class(part: nn.Module) -> dict[str, Any]:
+    """Return the values that the own classes of a module hold for all its objects."""
     return {
-        name: [each for item in value[: lengths.get(name, 0)] for each in _contents(item)]
-        if type(value) is list
-        else [*_contents(value)]
-        for name, value in vars(module).items()
-        if name not in _STOCK
+        name: value
+        for kind in reversed(type(part).__mro__)
+        if kind not in _STOCK_KINDS
+        for name, value in vars(kind).items()
+        if not (name.startswith("__") or callable(value) or hasattr(type(value), "__get__"))
     }
+
+
+def _own_lists(owners: Mapping[str, nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Give modules lists of their own in the place of lists of their classes, which all trials share; return the places."""
+    places = [
+        (part, name)
+        for part in owners.values()
+        for name, value in _of_class(part).items()
+        if type(value) is list and len(value) <= _WALKED and name not in vars(part)
+    ]
+    for part, name in places:
+        vars(part)[name] = [*getattr(type(part), name)]
+    return places
 
 
 def _is_same(before: list[tuple[Any, int]], now: list[tuple[Any, int]]) -> bool:
@@ -91,19 +142,23 @@ def appended(module: nn.Module, *, is_wanted: bool) -> Iterator[dict[str, Tensor
     if not is_wanted:
         yield values
         return
-    before = {name: len(value) for name, value in _lists(module).items()}
-    attributes = _attributes(module, before)
+    owners = _owners(module)
+    own = _own_lists(owners)
+    before = {name: len(value) for name, value in _lists(owners).items()}
+    attributes = _attributes(owners, before)
     try:
         yield values
-        for name, contents in _attributes(module, before).items():
+        for name, contents in _attributes(owners, before).items():
             if not _is_same(attributes.get(name, []), contents):
                 values[f"{_SET}{name}"] = torch.ones(1)
         values |= {f"{_LENGTH}{name}": torch.tensor([length]) for name, length in before.items()}
-        for name, value in _lists(module).items():
+        for name, value in _lists(owners).items():
             values |= _stored(name, value[before.get(name, 0) :])
     finally:
-        for name, value in _lists(module).items():
+        for name, value in _lists(owners).items():
             del value[before.get(name, 0) :]
+        for part, name in own:
+            vars(part).pop(name, None)
 
 
 def _stored(name: str, items: Sequence[Any]) -> dict[str, Tensor]:
@@ -186,6 +241,31 @@ def _unseen(collected: Mapping[str, Tensor], lists: Mapping[str, list[Any]]) -> 
     return found | {name for name, of in lengths.items() if of is not None and bool((of != len(lists[name])).any())}
 
 
+def _hide(owners: Mapping[str, nn.Module], name: str) -> None:
+    """Take an attribute from a copy, also where the class has a value under the name."""
+
+    def unseen(_part: nn.Module) -> Any:
+        raise AttributeError(name)
+
+    path, dot, own = name.rpartition(".")
+    part = owners[path + dot]
+    vars(part).pop(own, None)
+    kind = type(part)
+    if hasattr(kind, own):
+        names = {own: property(unseen), "__module__": kind.__module__}
+        part.__class__ = types.new_class(kind.__name__, (kind,), exec_body=lambda space: space.update(names))
+
+
+def _values(owners: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Return the attributes of a copy, of its parts those that their own code sets."""
+    return {
+        path + name: value
+        for path, part in owners.items()
+        for name, value in vars(part).items()
+        if not path or name not in _STOCK
+    }
+
+
 def without_weights(part: Any) -> Any:
     """Return a copy of a module with its metrics, and without parameters, buffers and parts that have no metric."""
     return _bare(part, {})
@@ -194,7 +274,9 @@ def without_weights(part: Any) -> Any:
 def _bare(part: Any, memo: dict[int, Any]) -> Any:
     if isinstance(part, Metric):
         return copy.deepcopy(part, memo)
-    bare = copy.copy(part)
+    if id(part) in memo:
+        return memo[id(part)]
+    bare = memo[id(part)] = copy.copy(part)
     parts = {name: child for name, child in part._modules.items() if child is not None and metrics_of(child)}  # noqa: SLF001
     # New dicts, because the shallow copy shares the dicts of the module.
     vars(bare).update(_parameters={}, _buffers={}, _modules={name: _bare(child, memo) for name, child in parts.items()})
@@ -215,17 +297,19 @@ class ValidationEnd:
             MetricError: the hook needs more than the module's metrics and lists, or keeps something for the next epoch.
         """
         module = copy.deepcopy(self.module)
-        metrics, lists = metrics_of(module), _items(collected)
+        metrics, lists, owners = metrics_of(module), _items(collected), _owners(module)
+        _own_lists(owners)
         updated = {
             place for place, metric in metrics.items() if put_states(metric, collected_states(metric, place, collected))
         }
-        for name in _unseen(collected, _lists(module)):
-            vars(module).pop(name, None)
+        for name in _unseen(collected, _lists(owners)):
+            _hide(owners, name)
             lists.pop(name, None)
+        values = _lists(owners)
         for name, items in lists.items():
-            vars(module)[name] += items
-        sizes = {name: 0 if name in lists else len(value) for name, value in _lists(module).items()}
-        before = dict(vars(module))
+            values[name] += items
+        sizes = {name: 0 if name in lists else len(value) for name, value in values.items()}
+        before = _values(owners)
         logged = StepLogs(None)
         try:
             with torch.no_grad(), standing_in(module, self.options, HOOK, logged):
@@ -242,7 +326,7 @@ class ValidationEnd:
                 f"{HOOK} leaves values in the metric {place!r} for the next epoch; call reset() of the metric at the end, or "
                 "compute the value from result.history"
             )
-        for name, value in vars(module).items():
+        for name, value in _values(owners).items():
             if sizes.get(name, 0) != len(value) if type(value) is list else before.get(name, self) is not value:
                 raise MetricError(
                     f"{HOOK} leaves values in self.{name} for the next epoch; empty self.{name} at the end of the hook, or "

@@ -1,17 +1,23 @@
 """Lists, attributes and metrics that a validation fills: the pool gives the bits of `Trainer.fit()`, or an error by name."""
 
 import logging
+from typing import ClassVar
 
 import pytest
 import torch
 
 pytest.importorskip("lightning", reason="the integration needs Lightning")
 
+from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
 
-from hydra_tune import HydraExecutor
+from hydra_tune import HydraExecutor, train_plain
+from hydra_tune.errors import MetricError
 from hydra_tune_lightning import task_from_lightning
-from tests.support.lightning_modules import Classifier, fitted
+from tests.support.lightning_modules import CLASSES, Classifier, fitted, samples
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -90,3 +96,128 @@ class Forms(Classifier):
 
 def test_items_of_a_list_may_have_another_form_in_each_batch():
     assert_as_lightning(Forms, ("val_loss", "val_place", "val_count", "val_shapes"))
+
+
+class ListOfClass(Classifier):
+    """Keeps values in a list of the class, as many modules of notebooks do."""
+
+    outputs: ClassVar[list] = []
+    names: ClassVar[list] = ["a", "b"]
+
+    def validation_step(self, batch, batch_idx):
+        self.outputs.append(cross_entropy(self(batch[0]), batch[1]))
+
+    def on_validation_epoch_end(self):
+        self.log("val_loss", torch.stack(self.outputs).mean())
+        self.log("val_count", float(len(self.outputs) * len(self.names)))
+        self.outputs.clear()
+
+    def val_dataloader(self):
+        return DataLoader(samples(80, 2), 1)
+
+
+def test_trials_at_once_do_not_share_a_list_of_their_class():
+    weights, epochs = fitted(ListOfClass, **OPTIONS)
+    tasks = [task_from_lightning(ListOfClass, seed=3, **OPTIONS) for _ in range(2)]
+    with HydraExecutor("cpu:2") as pool:
+        results = pool.run(tasks)
+    for result in results:
+        assert [entry["val_loss"] for entry in result.history] == [epoch["val_loss"] for epoch in epochs]
+        assert [entry["val_count"] for entry in result.history] == [160.0, 160.0]
+        assert all(torch.equal(value, result.state_dict()[name]) for name, value in weights.items())
+    assert ListOfClass.outputs == []
+
+
+def counts(self, batch):
+    self.count += len(batch)
+
+
+def keeps(self, batch):
+    self.sums["count"].append(len(batch))
+
+
+def counts_in_the_class(self, batch):
+    type(self).total += len(batch)
+
+
+@pytest.mark.parametrize(
+    ("step", "value", "name"),
+    [
+        (counts, lambda self: self.count, "count"),
+        (keeps, lambda self: len(self.sums["count"]), "sums"),
+        (counts_in_the_class, lambda self: self.total, "total"),
+    ],
+)
+def test_a_hook_that_reads_a_changed_value_of_the_class_fails_by_name(step, value, name):
+    class OfClass(Classifier):
+        count, total = 0, 0
+        sums: ClassVar[dict] = {"count": []}
+        setting = 3
+
+        def validation_step(self, batch, batch_idx):
+            step(self, batch)
+
+        def on_validation_epoch_end(self):
+            self.log("val_loss", float(self.setting * value(self)))
+
+    with pytest.raises(MetricError, match=f"'OfClass' object has no attribute '{name}'"):
+        train_plain(task_from_lightning(OfClass, max_epochs=1))
+
+
+class Evaluator(nn.Module):
+    """Holds a metric and a list, and may count."""
+
+    scores_of_class: ClassVar[list] = []
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy, self.scores, self.count = MulticlassAccuracy(CLASSES, average="micro"), [], 0
+
+    def update(self, logits, labels):
+        self.accuracy.update(logits, labels)
+        self.scores.append(cross_entropy(logits, labels).item())
+        self.scores_of_class.append(len(labels))
+        self.count += 1
+
+
+class Evaluated(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"evaluator": Evaluator()})
+        self.alias = self.parts["evaluator"]
+        self.rates = MetricCollection({"top2": MulticlassAccuracy(CLASSES, top_k=2)}, compute_groups=False)
+
+    def validation_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.parts["evaluator"].update(logits, batch[1])
+        self.rates.update(logits, batch[1])
+
+    def on_validation_epoch_end(self):
+        evaluator = self.alias
+        self.log("val_loss", sum(evaluator.scores) / sum(evaluator.scores_of_class))
+        self.log("val_acc", evaluator.accuracy.compute())
+        self.log_dict(self.rates.compute())
+        self.rates.reset()
+        evaluator.accuracy.reset()
+        evaluator.scores.clear()
+        evaluator.scores_of_class.clear()
+
+
+def test_lists_of_a_part_with_a_metric_are_those_of_lightning():
+    assert_as_lightning(Evaluated, ("val_loss", "val_acc"))
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (lambda self: self.log("val_loss", float(self.alias.count)), "'Evaluator' object has no attribute 'count'"),
+        (
+            lambda self: (self.alias.accuracy.reset(), self.rates.reset()),
+            "leaves values in self.parts.evaluator.scores",
+        ),
+    ],
+)
+def test_a_hook_that_reads_a_count_of_a_part_or_leaves_its_list_fails_by_name(hook, message):
+    make = type("Own", (Evaluated,), {"on_validation_epoch_end": hook})
+    with pytest.raises(MetricError, match=message):
+        train_plain(task_from_lightning(make, max_epochs=1))
