@@ -32,6 +32,7 @@ ADDED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 }
 _STATE = "state"
 _TWICE = "twice"
+_COUNT = "count"
 _KINDS = ("mean", "sum", "max", "min", "metric")
 
 
@@ -192,6 +193,7 @@ def states_of(metrics: Mapping[str, Metric], logged: Mapping[str, Sequence[Logge
     values: dict[str, Any] = {}
     for place, names in logged.items():
         values |= {f"{each.key}|{place}": 1 for each in names}
+        values[f"{_COUNT}|{place}"] = metrics[place].update_count
         for state in metrics[place]._defaults:  # noqa: SLF001 - no public name
             value = getattr(metrics[place], state)
             if isinstance(value, Tensor):
@@ -236,7 +238,7 @@ class EpochValues:
             if entry.kind == "metric":
                 name, place = name.rsplit("|", 1)
                 states = collected_states(self.metrics[place], place, collected)
-                value = metric_value(self.metrics[place], name, states)
+                value = metric_value(self.metrics[place], name, states, collected_count(place, collected))
             else:
                 value = _reduced(entry.kind, values, logged.get(entry.size_key))
             if name in of_training:
@@ -260,8 +262,14 @@ def collected_states(metric: Metric, place: str, collected: Mapping[str, Tensor]
     return {state: collected[key] for state, key in keys.items() if key in collected}
 
 
-def put_states(metric: Metric, states: Mapping[str, Tensor]) -> bool:
-    """Give a new metric the states of all batches, concatenated; return whether there are any."""
+def collected_count(place: str, collected: Mapping[str, Tensor]) -> int:
+    """Return how often the batches have updated a metric."""
+    counts = collected.get(f"{_COUNT}|{place}")
+    return 0 if counts is None else int(counts.sum())
+
+
+def put_states(metric: Metric, states: Mapping[str, Tensor], count: int) -> bool:
+    """Give a new metric the states of all batches, concatenated, and the count of updates; return whether there are states."""
     for state, values in states.items():
         default = metric._defaults[state]  # noqa: SLF001 - no public name
         if isinstance(default, list):
@@ -271,21 +279,19 @@ def put_states(metric: Metric, states: Mapping[str, Tensor]) -> bool:
         for value in values.reshape(-1, *default.shape):
             total = ADDED[metric._reductions[state]](total, value)  # noqa: SLF001 - as above
         setattr(metric, state, total)
-    # Not 0 after an update: `ValidationEnd` sees by the count whether the hook has reset the metric.
-    metric._update_count = len(states)  # noqa: SLF001 - as above
+    metric._update_count = count  # noqa: SLF001 - as above
     return bool(states)
 
 
-def metric_value(metric: Metric, name: str, states: Mapping[str, Tensor]) -> Tensor:
-    """Compute a new metric, logged as `name`, from the states of all batches, concatenated.
+def metric_value(metric: Metric, name: str, states: Mapping[str, Tensor], count: int) -> Tensor:
+    """Compute a new metric, logged as `name`, from the states of all batches, concatenated, and the count of updates.
 
     Raises:
         MetricError: the metric computes no number.
     """
     # A copy, because the metric must be as new in the next epoch.
     metric = copy.deepcopy(metric)
-    put_states(metric, states)
-    metric._update_count = 1  # noqa: SLF001 - a metric without updates warns
+    put_states(metric, states, count)
     value = metric.compute()
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise MetricError(f"the metric logged as {name!r} computes no number; log numbers, as by log_dict")

@@ -27,7 +27,7 @@ from hydra_tune_lightning.epoch_values import LoggedValue, StepLogs, new_metrics
 from hydra_tune_lightning.options import TrainerOptions
 from hydra_tune_lightning.train_logs import TrainLogs
 from hydra_tune_lightning.trainer_stand_in import standing_in
-from hydra_tune_lightning.validation_end import appended
+from hydra_tune_lightning.validation_end import appended, states_alone
 
 # By task, the metrics that steps of training have updated: a step that is cut runs on a twin.
 _TRAINED_METRICS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -127,7 +127,11 @@ class LightningStep(_ModuleStep):
         assert isinstance(module, LightningModule)
         arguments = self.arguments(batch)
         logged = StepLogs(arguments[0], () if self.logs is None else self.logs.names, self.watched)
-        with standing_in(module, self.options, "training_step", logged), new_metrics(module) as metrics:
+        with (
+            standing_in(module, self.options, "training_step", logged),
+            new_metrics(module) as metrics,
+            states_alone(metrics, {} if self.logs is None else logged.metrics),
+        ):
             output = module.training_step(*arguments)
             # Within the block, because the end of the block takes the states of this batch away.
             if self.logs is not None:
@@ -159,6 +163,7 @@ class LightningEvaluation(_ModuleStep):
         with (
             standing_in(module, self.options, "validation_step", logged),
             new_metrics(module) as metrics,
+            states_alone(metrics, metrics),
             appended(module, is_wanted=self.has_end) as items,
         ):
             module.validation_step(*arguments)

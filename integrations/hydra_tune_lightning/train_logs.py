@@ -131,7 +131,13 @@ def _metric_value(name: str, number: int, collected: Mapping[str, Tensor], metri
     prefix = f"{_KEY}{_STATE}{number}_"
     # The states of the first batch, because each batch of an evaluation has the same.
     states = {state: collected[prefix + state][: default.numel()] for state, default in _defaults(metric)}
-    return float(metric_value(metric, name, states).item())
+    # A step that is captured counts no updates.
+    value, other = (metric_value(metric, name, states, count) for count in (1, 2))
+    if not torch.equal(value.nan_to_num(), other.nan_to_num()):
+        raise MetricError(
+            f"the metric logged as {name!r} computes from the number of its updates; count in a state made by add_state"
+        )
+    return float(value.item())
 
 
 def _defaults(metric: Metric) -> Iterator[tuple[str, Tensor]]:

@@ -29,7 +29,7 @@ from torchmetrics import Metric, MetricCollection
 
 from hydra_tune.errors import CaptureError, MetricError
 from hydra_tune.shard.python_state.code_names import is_installed
-from hydra_tune_lightning.epoch_values import StepLogs, collected_states, metrics_of, put_states
+from hydra_tune_lightning.epoch_values import StepLogs, collected_count, collected_states, metrics_of, put_states
 from hydra_tune_lightning.options import TrainerOptions
 from hydra_tune_lightning.trainer_stand_in import standing_in
 
@@ -42,7 +42,7 @@ _STOCK = (
     | frozenset(vars(MetricCollection([])))
     | {"_hparams", "_hparams_initial", "_hparams_name"}
 )
-_STOCK_KINDS = frozenset({*LightningModule.__mro__, *MetricCollection.__mro__})
+_STOCK_KINDS = frozenset({*LightningModule.__mro__, *MetricCollection.__mro__, *Metric.__mro__})
 _SIZED: tuple[type, ...] = (dict, list, tuple, set, deque)
 _WALKED, _DEPTH = 256, 4  # entries of a container that are compared, and how deep
 
@@ -110,6 +110,47 @@ def _of_class(part: nn.Module) -> dict[str, Any]:
         if kind not in _STOCK_KINDS
         for name, value in vars(kind).items()
         if not (name.startswith("__") or callable(value) or hasattr(type(value), "__get__"))
+    }
+
+
+class _StockMetric(Metric):  # type: ignore[misc]  # torchmetrics has no types here
+    def update(self) -> None:
+        """Take nothing."""
+
+    def compute(self) -> None:
+        """Compute nothing."""
+
+
+_OF_METRIC = frozenset(vars(_StockMetric()))
+
+
+@contextmanager
+def states_alone(metrics: Mapping[str, Metric], read: Mapping[str, Any]) -> Iterator[None]:
+    """Context around a step, in which updates of metrics may change the metrics' states and no other attribute.
+
+    Args:
+        metrics: the metrics by place, as new.
+        read: places of metrics whose values are read; looked at after the step.
+
+    Raises:
+        MetricError: an update of a metric that is read changes another attribute.
+    """
+    before = {place: _beside_states(metric) for place, metric in metrics.items()}
+    yield
+    for place in read:
+        metric = metrics[place]
+        for name, contents in _beside_states(metric).items():
+            if not _is_same(before[place].get(name, []), contents):
+                raise MetricError(
+                    f"update() of the metric {place!r} ({type(metric).__name__}) changes self.{name}, which is no state, and a "
+                    f"pool adds up states alone; make {name} a state by add_state, or log tensors"
+                )
+
+
+def _beside_states(metric: Metric) -> dict[str, list[tuple[Any, int]]]:
+    states = _OF_METRIC.union(metric._defaults)  # noqa: SLF001 - no public name
+    return {
+        name: [*_contents(value)] for name, value in (_of_class(metric) | vars(metric)).items() if name not in states
     }
 
 
@@ -300,7 +341,9 @@ class ValidationEnd:
         metrics, lists, owners = metrics_of(module), _items(collected), _owners(module)
         _own_lists(owners)
         updated = {
-            place for place, metric in metrics.items() if put_states(metric, collected_states(metric, place, collected))
+            place
+            for place, metric in metrics.items()
+            if put_states(metric, collected_states(metric, place, collected), collected_count(place, collected))
         }
         for name in _unseen(collected, _lists(owners)):
             _hide(owners, name)

@@ -1,6 +1,7 @@
 """Lists, attributes and metrics that a validation fills: the pool gives the bits of `Trainer.fit()`, or an error by name."""
 
 import logging
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 pytest.importorskip("lightning", reason="the integration needs Lightning")
 
+import torchmetrics
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -221,3 +223,87 @@ def test_a_hook_that_reads_a_count_of_a_part_or_leaves_its_list_fails_by_name(ho
     make = type("Own", (Evaluated,), {"on_validation_epoch_end": hook})
     with pytest.raises(MetricError, match=message):
         train_plain(task_from_lightning(make, max_epochs=1))
+
+
+class Total(torchmetrics.Metric):
+    """A sum of losses, from which subclasses compute otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.values, self.count = [], 0
+
+    def update(self, logits, labels):
+        self.total += cross_entropy(logits, labels).detach()
+
+    def compute(self):
+        return self.total
+
+
+class ByUpdates(Total):
+    def compute(self):
+        return self.total / self._update_count
+
+
+class WithMetric(Classifier):
+    def __init__(self, kind):
+        super().__init__()
+        self.own = kind()
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.train_accuracy.update(logits, batch[1])
+        return cross_entropy(logits, batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.own.update(self(batch[0]), batch[1])
+        self.log("val_loss", self.own)
+
+
+class AtEnd(WithMetric):
+    def validation_step(self, batch, batch_idx):
+        self.own.update(self(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self):
+        self.log("val_loss", self.own.compute())
+        self.own.reset()
+
+
+@pytest.mark.parametrize("make", [WithMetric, AtEnd])
+def test_a_metric_may_compute_from_the_number_of_its_updates(make):
+    assert_as_lightning(partial(make, ByUpdates), ("val_loss",))
+
+
+def test_a_training_log_that_computes_from_the_number_of_updates_fails_by_name():
+    class Logged(WithMetric):
+        def training_step(self, batch, batch_idx):
+            logits = self(batch[0])
+            self.own.update(logits, batch[1])
+            self.log("train_own", self.own, on_epoch=True)
+            return cross_entropy(logits, batch[1])
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", cross_entropy(self(batch[0]), batch[1]))
+
+    task = task_from_lightning(partial(Logged, ByUpdates), max_epochs=1, train_logs=["train_own"])
+    with pytest.raises(MetricError, match="'train_own' computes from the number of its updates"):
+        train_plain(task)
+
+
+class Listing(Total):
+    def update(self, logits, labels):
+        self.values.append(cross_entropy(logits, labels))
+
+
+class Counting(Total):
+    def update(self, logits, labels):
+        super().update(logits, labels)
+        self.count += 1
+
+
+@pytest.mark.parametrize("make", [WithMetric, AtEnd])
+@pytest.mark.parametrize(("kind", "name"), [(Listing, "values"), (Counting, "count")])
+def test_a_metric_that_keeps_more_than_states_fails_by_name(make, kind, name):
+    message = rf"metric 'own' \({kind.__name__}\) changes self.{name}, which is no state"
+    with pytest.raises(MetricError, match=message):
+        train_plain(task_from_lightning(partial(make, kind), max_epochs=1))
