@@ -2,15 +2,16 @@
 
 A metric begins each batch anew (`new_metrics`), in training and in validation. The pool concatenates the states of all
 batches of a validation, and `EpochValues`, the task's `finish`, adds the states up in the order of the batches, as the
-metric itself would have done. `StepLogs` collects the logged values of a batch: `self.log` reaches `StepLogs.log` through
-`trainer_stand_in.py`. `task.py` makes `EpochValues`, which the pool and `hydra_tune.train_plain` call after each validation.
-`step.py`, `train_logs.py` (the values of `training_step`), `validation_end.py` and `task.py` use the rest, and `refusals.py`
-asks for `metric_refusals`.
+metric itself would have done. The first update of each metric shows whether the metric adds so. `StepLogs` collects the
+logged values of a batch: `self.log` reaches `StepLogs.log` through `trainer_stand_in.py`. `task.py` makes `EpochValues`,
+which the pool and `hydra_tune.train_plain` call after each validation. `step.py`, `train_logs.py` (the values of
+`training_step`), `validation_end.py` and `task.py` use the rest, and `refusals.py` asks for `metric_refusals`.
 
 Note: bits. Values are added one after another, in Lightning's order and types.
 """
 
 import copy
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +21,13 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype, _Metadata
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from hydra_tune.errors import MetricError
+from hydra_tune_lightning.streams import StreamState
 
 ADDED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dim_zero_sum: torch.add,
@@ -144,18 +148,25 @@ def metric_refusals(module: nn.Module) -> Iterator[str]:
 
 
 @contextmanager
-def new_metrics(module: nn.Module) -> Iterator[dict[str, Metric]]:
-    """Within the block, the metrics of a module are as new; afterwards the metrics are as before."""
+def new_metrics(module: nn.Module, tried: set[str]) -> Iterator[dict[str, Metric]]:
+    """Within the block, the metrics of a module are as new; afterwards the metrics are as before.
+
+    Args:
+        module: the module.
+        tried: places of metrics known to add up; the first update of another metric is tried, and its place added.
+    """
     metrics = metrics_of(module)
     parts = [part for part in module.modules() if isinstance(part, Metric | MetricCollection)]
     before = [dict(vars(part)) for part in parts]
     # The states of a metric are neither parameters nor buffers, so the pool has not moved them.
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     # Not by `reset()`, which empties lists that belong to the state before.
-    for metric in metrics.values():
+    for place, metric in metrics.items():
         for state, default in metric._defaults.items():  # noqa: SLF001 - no public name
             vars(metric)[state] = [] if isinstance(default, list) else default.detach().clone().to(device)
         vars(metric).update(_device=device, _update_count=0, _forward_cache=None, _computed=None)
+        if place not in tried:
+            _try_update(place, metric, tried)
         _guard_compute(metric)
     try:
         yield metrics
@@ -163,6 +174,61 @@ def new_metrics(module: nn.Module) -> Iterator[dict[str, Metric]]:
         for part, saved in zip(parts, before, strict=True):
             vars(part).clear()
             vars(part).update(saved)
+
+
+def _try_update(place: str, metric: Metric, tried: set[str]) -> None:
+    """Refuse a metric whose update does not add to its states: the first update runs once more, on other states."""
+    update = metric.update
+
+    def tried_update(*arguments: Any, **options: Any) -> None:
+        streams = StreamState.now()
+        update(*arguments, **options)
+        # A step that is captured has no values to compare. A forward that adds the states of batches itself is exact.
+        is_added = metric._enable_grad and metric.full_state_update is False  # noqa: SLF001 - set within a forward
+        states, count, after = _states(metric), metric.update_count, StreamState.now()
+        is_captured = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(states))
+        if place in tried or is_added or is_captured:
+            return
+        tried.add(place)
+        starts = {state: _start(metric._reductions[state], value) for state, value in states.items()}  # noqa: SLF001
+        vars(metric).update({state: _copied(start) for state, start in starts.items()})
+        streams.restore()
+        try:
+            update(*arguments, **options)
+        finally:
+            found = _states(metric)
+            vars(metric).update(states, _update_count=count, _computed=None)
+            after.restore()
+        for state, value in states.items():
+            reduce: Any = ADDED.get(metric._reductions[state], operator.add)  # noqa: SLF001 - as above; lists are joined
+            if not _is_equal(found[state], reduce(starts[state], value)):
+                raise MetricError(
+                    f"update() of the metric {place!r} ({type(metric).__name__}) does not add a batch to the state {state!r} "
+                    "as dist_reduce_fx says, and a pool adds the batches up so; log tensors"
+                )
+
+    vars(metric).update(update=tried_update)
+
+
+def _states(metric: Metric) -> dict[str, Any]:
+    return {state: _copied(getattr(metric, state)) for state in metric._defaults}  # noqa: SLF001 - no public name
+
+
+def _copied(value: Any) -> Any:
+    return [*value] if isinstance(value, list) else value.detach().clone()
+
+
+def _start(reduction: Any, value: Any) -> Any:
+    """Return a state to begin from that differs from a new one, and that hides no part of a sum or an extreme."""
+    if isinstance(value, list):
+        return [*value]
+    return (value - 1 if reduction is dim_zero_min else value + 1).to(value.dtype)
+
+
+def _is_equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(_is_equal, found, expected))
+    return found.shape == expected.shape and bool(((found == expected) | (found.isnan() & expected.isnan())).all())
 
 
 def _guard_compute(metric: Metric) -> None:

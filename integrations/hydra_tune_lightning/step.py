@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hydra_tune.errors import MetricError, TaskError
-from hydra_tune_lightning.epoch_values import LoggedValue, StepLogs, new_metrics, states_of
+from hydra_tune_lightning.epoch_values import LoggedValue, StepLogs, metrics_of, new_metrics, states_of
 from hydra_tune_lightning.options import TrainerOptions
 from hydra_tune_lightning.train_logs import TrainLogs
 from hydra_tune_lightning.trainer_stand_in import standing_in
@@ -31,6 +31,8 @@ from hydra_tune_lightning.validation_end import appended, states_alone
 
 # By task, the metrics that steps of training have updated: a step that is cut runs on a twin.
 _TRAINED_METRICS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# By task, the metrics whose updates have been seen to add up.
+_TRIED_METRICS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
@@ -111,6 +113,13 @@ class _ModuleStep:
         batch, number = batch if self.is_numbered else (batch, 0)
         return (batch, number) if self.takes_number else (batch,)
 
+    def tried_metrics(self, module: nn.Module, *, is_read: bool = True) -> set[str]:
+        """Return the places of the metrics whose updates need no trial; all, unless the states of metrics are read."""
+        if not is_read:
+            return {*metrics_of(module)}
+        tried: set[str] = _TRIED_METRICS.setdefault(self.task, set())  # type: ignore[no-untyped-call]
+        return tried
+
 
 @dataclass(frozen=True, kw_only=True)
 class LightningStep(_ModuleStep):
@@ -129,7 +138,7 @@ class LightningStep(_ModuleStep):
         logged = StepLogs(arguments[0], () if self.logs is None else self.logs.names, self.watched)
         with (
             standing_in(module, self.options, "training_step", logged),
-            new_metrics(module) as metrics,
+            new_metrics(module, self.tried_metrics(module, is_read=self.logs is not None)) as metrics,
             states_alone(metrics, {} if self.logs is None else logged.metrics),
         ):
             output = module.training_step(*arguments)
@@ -162,7 +171,7 @@ class LightningEvaluation(_ModuleStep):
         logged = StepLogs(arguments[0])
         with (
             standing_in(module, self.options, "validation_step", logged),
-            new_metrics(module) as metrics,
+            new_metrics(module, self.tried_metrics(module)) as metrics,
             states_alone(metrics, metrics),
             appended(module, is_wanted=self.has_end) as items,
         ):

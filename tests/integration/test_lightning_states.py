@@ -307,3 +307,45 @@ def test_a_metric_that_keeps_more_than_states_fails_by_name(make, kind, name):
     message = rf"metric 'own' \({kind.__name__}\) changes self.{name}, which is no state"
     with pytest.raises(MetricError, match=message):
         train_plain(task_from_lightning(partial(make, kind), max_epochs=1))
+
+
+class Averaging(Total):
+    def update(self, logits, labels):
+        self.total = 0.9 * self.total + 0.1 * cross_entropy(logits, labels).detach()
+
+
+class Last(Total):
+    def __init__(self):
+        super().__init__()
+        self.add_state("last", torch.tensor(0.0), dist_reduce_fx="max")
+
+    def update(self, logits, labels):
+        self.last = cross_entropy(logits, labels).detach()
+
+
+class Replacing(Total):
+    def __init__(self):
+        super().__init__()
+        self.add_state("parts", [], dist_reduce_fx="cat")
+
+    def update(self, logits, labels):
+        self.parts = [logits]
+
+
+class FromOne(Total):
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.tensor(1.0), dist_reduce_fx="sum")
+
+
+@pytest.mark.parametrize("make", [WithMetric, AtEnd])
+@pytest.mark.parametrize(
+    ("kind", "state"), [(Averaging, "total"), (Last, "last"), (Replacing, "parts"), (FromOne, "total")]
+)
+@pytest.mark.parametrize("options", [{}, {"devices": "cpu:2", "num_shards": 2}], ids=str)
+def test_a_metric_whose_update_does_not_add_fails_by_name(make, kind, state, options):
+    options = dict(options)
+    with HydraExecutor(options.pop("devices", "cpu:1"), **options) as pool:
+        result = pool.submit(task_from_lightning(partial(make, kind), max_epochs=1)).result()
+    assert isinstance(result.error, MetricError)
+    assert f"the metric 'own' ({kind.__name__}) does not add a batch to the state {state!r}" in str(result.error)
