@@ -110,6 +110,23 @@ def own_random_state() -> Iterator[None]:
                 np.random.set_state(numpy_state)  # noqa: NPY002 - as above
 
 
+def _drawing_nothing(make_loader: Callable[[], Any]) -> Any:
+    """Return a loader, whose order no trial draws again."""
+    before = _position_of_streams()
+    loader = make_loader()
+    if _position_of_streams() != before:
+        name = getattr(make_loader, "func", make_loader).__name__
+        raise RefusedTrainerError(
+            [f"its {name}() draws random numbers: draw in a sampler, or from a generator with a seed of its own"]
+        )
+    return loader
+
+
+def _position_of_streams() -> tuple[Any, ...]:
+    of_numpy = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - the global stream
+    return torch.get_rng_state().numpy().tobytes(), of_numpy["key"].tobytes(), of_numpy["pos"], random.getstate()
+
+
 @dataclass(frozen=True)
 class _OwnModel:
     """Gives each trial a model of its own, also where the user's function returns the same model or parts each time.
@@ -198,7 +215,7 @@ def task_of(
     # From now on a model with these tensors is copied for each trial; see `own_copy`.
     module = module_of(trainer)
     mark_seen(module)
-    prepared = trainer.get_train_dataloader()
+    prepared = _drawing_nothing(trainer.get_train_dataloader)
     length = _Length.of(args, len(prepared))
     try:
         param_groups, optimizer = recipe_of(trainer.create_optimizer(), module)
@@ -319,7 +336,7 @@ def _evaluation(
     best = args.metric_for_best_model
     # `Trainer` takes the name with or without the prefix.
     metric = "val_loss" if best is None else "val_" + best.removeprefix("eval_")
-    loader = AheadLoader(trainer.get_eval_dataloader(trainer.eval_dataset))
+    loader = AheadLoader(_drawing_nothing(partial(trainer.get_eval_dataloader, trainer.eval_dataset)))
     parts = parts_of(loader)
     # An evaluation begins with the first pass, of a new loader.
     has_order = any(isinstance(part, torch.Generator) or hasattr(part, "set_epoch") for part in parts)

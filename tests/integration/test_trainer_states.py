@@ -377,3 +377,23 @@ def test_an_object_without_changes_serves_all_trials(tmp_path):
     with HydraExecutor("cpu:2") as pool:
         for result in pool.run([task_from_trainer(make)] * 2):
             assert_same(result, weights, reports)
+
+
+class DrawsItsOrder(Trainer):
+    """Draws the order of a loader where the loader is made, which a trial does not repeat."""
+
+    def get_train_dataloader(self):
+        order = torch.randperm(len(self.train_dataset)).tolist()
+        return torch.utils.data.DataLoader(self.train_dataset, 4, sampler=order, collate_fn=self.data_collator)
+
+
+class DrawsAnEvaluation(Trainer):
+    def get_eval_dataloader(self, eval_dataset=None):
+        random.random()
+        return super().get_eval_dataloader(eval_dataset)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(DrawsItsOrder, "get_train_dataloader"), (DrawsAnEvaluation, "get_eval_")])
+def test_a_loader_whose_order_is_drawn_at_once_is_refused(tmp_path, kind, name):
+    with pytest.raises(RefusedTrainerError, match=rf"its {name}\w*\(\) draws random numbers"):
+        task_from_trainer(making(tmp_path, trainer_class=kind))
