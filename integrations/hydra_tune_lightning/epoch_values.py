@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _get_de
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
@@ -181,37 +182,48 @@ def _try_update(place: str, metric: Metric, tried: set[str]) -> None:
     update = metric.update
 
     def tried_update(*arguments: Any, **options: Any) -> None:
-        streams = StreamState.now()
-        update(*arguments, **options)
-        # A step that is captured has no values to compare. A forward that adds the states of batches itself is exact.
+        # A forward that adds the states of batches itself is exact.
         is_added = metric._enable_grad and metric.full_state_update is False  # noqa: SLF001 - set within a forward
-        states, count, after = _states(metric), metric.update_count, StreamState.now()
-        is_captured = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(states))
-        if place in tried or is_added or is_captured:
+        if place in tried or is_added or metric.update_count:
+            update(*arguments, **options)
+            return
+        with _disable_current_modes():
+            streams = StreamState.now()
+        update(*arguments, **options)
+        states = {state: getattr(metric, state) for state in metric._defaults}  # noqa: SLF001 - no public name
+        # A step that is captured has no values to compare.
+        if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(states)):
             return
         tried.add(place)
-        starts = {state: _start(metric._reductions[state], value) for state, value in states.items()}  # noqa: SLF001
-        vars(metric).update({state: _copied(start) for state, start in starts.items()})
-        streams.restore()
-        try:
-            update(*arguments, **options)
-        finally:
-            found = _states(metric)
-            vars(metric).update(states, _update_count=count, _computed=None)
-            after.restore()
-        for state, value in states.items():
-            reduce: Any = ADDED.get(metric._reductions[state], operator.add)  # noqa: SLF001 - as above; lists are joined
-            if not _is_equal(found[state], reduce(starts[state], value)):
-                raise MetricError(
-                    f"update() of the metric {place!r} ({type(metric).__name__}) does not add a batch to the state {state!r} "
-                    "as dist_reduce_fx says, and a pool adds the batches up so; log tensors"
-                )
+        # The pool compares the operators of a step with those of its capture, which has no trial.
+        with _disable_current_modes():
+            _try_on_others(place, metric, states, streams, lambda: update(*arguments, **options))
 
     vars(metric).update(update=tried_update)
 
 
-def _states(metric: Metric) -> dict[str, Any]:
-    return {state: _copied(getattr(metric, state)) for state in metric._defaults}  # noqa: SLF001 - no public name
+def _try_on_others(
+    place: str, metric: Metric, states: dict[str, Any], streams: StreamState, update: Callable[[], None]
+) -> None:
+    """Refuse a metric whose update, from other states, does not add the states of the batch; leave the states of the batch."""
+    count, after = metric.update_count, StreamState.now()
+    of_batch = {state: _copied(value) for state, value in states.items()}
+    starts = {state: _start(metric._reductions[state], value) for state, value in of_batch.items()}  # noqa: SLF001
+    vars(metric).update({state: _copied(start) for state, start in starts.items()})
+    streams.restore()
+    try:
+        update()
+    finally:
+        found = {state: getattr(metric, state) for state in states}
+        vars(metric).update(states, _update_count=count, _computed=None)
+        after.restore()
+    for state, value in of_batch.items():
+        reduce: Any = ADDED.get(metric._reductions[state], operator.add)  # noqa: SLF001 - as above; lists are joined
+        if not _is_equal(found[state], reduce(starts[state], value)):
+            raise MetricError(
+                f"update() of the metric {place!r} ({type(metric).__name__}) does not add a batch to the state {state!r} as "
+                "dist_reduce_fx says, and a pool adds the batches up so; log tensors"
+            )
 
 
 def _copied(value: Any) -> Any:
