@@ -142,6 +142,7 @@ class Case:
             seed=SEED,
             metric=self.metric,
             train_logs=self.train_logs,
+            logger=False,  # as `fitted`
             **self.options,
         )
 
