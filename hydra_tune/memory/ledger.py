@@ -1,9 +1,10 @@
-"""The ledger: counts the taken part of a device's budget. A hard limit: bytes that do not fit are not taken.
+"""The ledger: counts the taken part of the budget of a device or of the host. A hard limit, unless a `HostLedger` is overdrawn.
 
 `Pager` (`pager.py`) takes bytes before a block or a unit's workspace comes to the device, and `prefetch.py` before a block
 comes ahead of its unit; the pager lowers or raises the limit (`limit_bytes`). `HostTier` (`memory/host/host_tier.py`) takes
 bytes before each host copy, of a ledger that may be overdrawn (`HostLedger`), and `PoolCheckpointWriter`
-(`pool/checkpointing/writer.py`) takes bytes of that ledger for a copy to write. `GroupCaptureCache`
+(`pool/checkpointing/writer.py`) takes bytes of that ledger for a copy to write. `LedgerFitter`
+(`pool/devices/library_memory.py`) sets `recent_peak_bytes` before a unit, and `Worker` reads `most_bytes`. `GroupCaptureCache`
 (`fusion/compile/cuda_graph_steps.py`) has a `Lease` (`lease.py`) hold a `DeviceCacheReservation` for a recording. The module
 must not choose a victim or copy a byte: the pager and the host tier do.
 
@@ -24,7 +25,7 @@ class MemoryLedger:
     Attributes:
         limit_bytes: most bytes taken while other bytes can be freed: below the budget once the budget has proved too
             much, above the budget if a device has proved to have more.
-        recent_peak_bytes: most bytes taken since a caller set the value to the bytes taken.
+        recent_peak_bytes: most bytes taken since a caller set the value to the bytes taken; overdrawn bytes do not count.
     """
 
     def __init__(self, name: str, budget_bytes: int) -> None:

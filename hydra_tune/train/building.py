@@ -4,15 +4,15 @@
 the capture gate, and `train_plain` (`train/loop/reference_loop.py`) does so before its first step. `SingleTrial`
 (`single_trial.py`) and `MemberTrial` (`fusion/group/member.py`) prepare a built module for planning; `LoopTrial`
 (`own_loop/loop_trial.py`) calls `on_host`. Everything else that calls a user's function to get a model (`SharedModule`, loops
-until `register`, weights of results, the integrations) does so in `own_build`, too. The module must not know the pool, the
-scheduler or a pool's devices.
+until `register`, weights of results, the integrations) does so in `own_build`, too, but for objectives of Optuna, which may
+take long and run in `own_default_dtype` alone. The module must not know the pool, the scheduler or a pool's devices.
 """
 
 import functools
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.task import TrainTask
-from hydra_tune.train.default_dtype import own_default_dtype
+from hydra_tune.train.default_dtype import has_own_change, own_default_dtype
 
 _LOGGER = logging.getLogger(__name__)
 _OF_MODULES = ("parameters", "named_parameters", "modules", "named_modules", "children", "state_dict")
@@ -38,7 +38,8 @@ def own_build(most_seconds: float = math.inf) -> Iterator[None]:
     Raises:
         TaskError: as of `own_default_dtype`.
     """
-    with GATE.building(most_seconds), own_default_dtype():
+    # A thread that has changed the dtype is alone already, and would let others in where it waited for its turn.
+    with nullcontext() if has_own_change() else GATE.building(most_seconds), own_default_dtype():
         yield
 
 

@@ -55,9 +55,16 @@ class _OwnChange(threading.local):
 _CHANGE = _OwnChange()
 
 
+def has_own_change() -> bool:
+    """Whether this thread has changed the default dtype, and not yet set the dtype back."""
+    return _CHANGE.before is not None
+
+
 @contextmanager
 def own_default_dtype() -> Iterator[None]:
     """Context of a user's function that may set torch's default dtype: no other trial computes until the dtype is set back.
+
+    Others compute where the function itself waits for the pool (`CaptureGate.left`).
 
     Raises:
         TaskError: the function has not set the dtype back.

@@ -54,7 +54,10 @@ _CACHED = parametrize.cached
 
 
 def part_caches() -> None:
-    """Give each thread a cache of its own from the first region on: torch.compile refuses models with such a cache."""
+    """Give each thread a cache of its own from the first region on: torch.compile refuses models with such a cache.
+
+    A `cached` that the user's code has imported by name before stays torch's own.
+    """
     parametrize.cached = _cached  # type: ignore[assignment]
 
 

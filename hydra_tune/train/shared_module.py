@@ -6,11 +6,13 @@ once in host memory (`memory/shared/shared_file.py`); a trial's state finds the 
 
 Note: locks. Trials call `module` on several threads. The first call builds the base under the lock, and the others wait, so
 `build` must not call `module` of the same object. The turn of `own_build` (`building.py`) comes before the lock.
+A thread that waits for the lock leaves the gate and gives up its turn.
 """
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -19,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hydra_tune.errors import TaskError
 from hydra_tune.memory.shared.shared_file import SharedFile, unseen
+from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.train.building import own_build
 from hydra_tune.train.rng.rng_streams import RandomStreams
@@ -72,7 +75,7 @@ class SharedModule:
             TaskError: `build` returned no module, or a module with tensors outside of host memory.
             HydraTuneError: the host has no room for the base.
         """
-        with own_build(), self._lock:
+        with own_build(), self._locked():
             if self._model is None:
                 model = self._built()
                 # A look at the sizes of a model that is too large to build: nothing to keep.
@@ -81,6 +84,19 @@ class SharedModule:
                 self._model, self._file = model, self._filed(model)
             model, file = self._model, self._file
             return _copied(model, {} if copy or file is None else file.mapped())
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        # Outside the gate and without the turn, because the thread with the lock may need to be alone or to build.
+        is_locked = self._lock.acquire(blocking=False)
+        try:
+            if not is_locked:
+                with GATE.left():
+                    is_locked = self._lock.acquire()
+            yield
+        finally:
+            if is_locked:
+                self._lock.release()
 
     @property
     def nbytes(self) -> int:

@@ -194,10 +194,11 @@ def _try_update(place: str, metric: Metric, tried: set[str]) -> None:
         # A step that is captured has no values to compare.
         if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(states)):
             return
-        tried.add(place)
         # The pool compares the operators of a step with those of its capture, which has no trial.
         with _disable_current_modes():
             _try_on_others(place, metric, states, streams, lambda: update(*arguments, **options))
+        # Not before: a metric that is refused has to be refused in each trial.
+        tried.add(place)
 
     vars(metric).update(update=tried_update)
 
@@ -221,8 +222,8 @@ def _try_on_others(
         reduce: Any = ADDED.get(metric._reductions[state], operator.add)  # noqa: SLF001 - as above; lists are joined
         if not _is_equal(found[state], reduce(starts[state], value)):
             raise MetricError(
-                f"update() of the metric {place!r} ({type(metric).__name__}) does not add a batch to the state {state!r} as "
-                "dist_reduce_fx says, and a pool adds the batches up so; log tensors"
+                f"update() of the metric {place!r} ({type(metric).__name__}) does not add a batch to the state {state!r} in "
+                "one addition as dist_reduce_fx says, and a pool adds the batches up so; log tensors"
             )
 
 

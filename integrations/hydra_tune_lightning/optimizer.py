@@ -9,6 +9,7 @@ the order of groups, optimizer, scheduler.
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -134,7 +135,10 @@ class TakeOptimizer:
 
 
 def _watch_schedule(scheduler: Any, module: LightningModule, options: TrainerOptions) -> None:
-    """Have functions of a schedule that hold the module find the stand-in: there is no epoch and no step to read."""
+    """Have functions of a schedule that hold the module find the stand-in: there is no epoch and no step to read.
+
+    Found are methods of the module, functions with the module or such a method in their closure, and partial ones of these.
+    """
     for part in getattr(scheduler, "_schedulers", ()):
         _watch_schedule(part, module, options)
     functions = getattr(scheduler, "lr_lambdas", None)
@@ -145,9 +149,17 @@ def _watch_schedule(scheduler: Any, module: LightningModule, options: TrainerOpt
 def _holds(function: Any, module: LightningModule) -> bool:
     if isinstance(function, MethodType):
         return function.__self__ is module
+    if isinstance(function, functools.partial):
+        return any(each is module or _holds(each, module) for each in (function.func, *function.args))
     # An object keeps its state in the scheduler's, so the object stays as it is.
     cells = (isinstance(function, FunctionType) and function.__closure__) or ()
-    return any(cell.cell_contents is module for cell in cells)
+    with suppress(ValueError):  # of a variable without a value
+        return any(
+            cell.cell_contents is module
+            or (not isinstance(cell.cell_contents, FunctionType) and _holds(cell.cell_contents, module))
+            for cell in cells
+        )
+    return False
 
 
 def _watched(

@@ -1,10 +1,10 @@
 """`on_validation_epoch_end` of a module, called on a copy with the module's metrics, lists and other values, and no weights.
 
-A metric that `validation_step` updates has its states of all batches there, and a list its items of all batches: each
-batch gives the appended items (`appended`), and `ValidationEnd` puts the batches together again. A list of a class counts as
-each trial's own. Another attribute that steps change is missing in the copy. The same holds for parts with metrics. A value
-kept by the hook for the next epoch is an error, because each call gets a new copy.
-`step.py` enters `appended` around `validation_step`, and `task.py` makes the `ValidationEnd` that `EpochValues`
+A metric that `validation_step` updates has its states of all batches there, and a list its items of all batches: each batch
+gives the appended items (`appended`), and `ValidationEnd` puts the batches together again. A list of a class counts as each
+trial's own. Another attribute that steps change is missing in the copy. The same holds for parts with metrics. A value kept
+by the hook for the next epoch is an error, because each call gets a new copy. `step.py` enters `appended` around
+`validation_step`, and `states_alone` around both steps, and `task.py` makes the `ValidationEnd` that `EpochValues`
 (`epoch_values.py`) calls.
 
 Note: trials share the copy in `ValidationEnd.module`, from several threads, so no call may change the shared copy.
@@ -69,7 +69,8 @@ def _lists(owners: Mapping[str, nn.Module]) -> dict[str, list[Any]]:
 def _contents(value: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
     """Iterate over a value and the values inside, each with a number: the version of a tensor, or the number of entries.
 
-    A write in place changes a tensor's version. A container counts by its number of entries and by the entries.
+    A write in place changes a tensor's version. A container counts by its number of entries and, up to 256, by the entries, a
+    dict by its values.
     """
     if isinstance(value, Tensor):
         # A tensor made in inference mode has no version counter.
@@ -88,7 +89,7 @@ def _contents(value: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
 
 
 def _attributes(owners: Mapping[str, nn.Module], lengths: Mapping[str, int]) -> dict[str, list[tuple[Any, int]]]:
-    """Return the contents of the attributes that the own code of modules sets, of their lists up to some lengths."""
+    """Return the contents of the attributes that the own code of modules and classes sets, of lists up to some lengths."""
     found: dict[str, list[tuple[Any, int]]] = {}
     for path, part in owners.items():
         for name, value in vars(part).items():

@@ -1,11 +1,12 @@
 """Objects of the user's that several trials call: a `compute_loss_func`, a collator, metrics and their preprocessing.
 
-Trials of one task call the same objects, and so do the trials of a search. A `Trainer` would give each training a state of its
-own, as of a counter, so an object with a changed state serves one trial alone: from the second trial on, `check` refuses the
-object by name. `task.py` makes a `SharedObject` for each object and counts the trials; `loss.py`, `evaluation.py` and
-`data.py` call `check` around their calls. Attributes of an object count, and plain variables of a function's closure.
-Objects of installed packages do not count, because these note things at their first call, and metrics of the library
-`evaluate` collect predictions in themselves. The module must not know shards or devices.
+Trials of one task call the same objects, and so do the trials of a search. A `Trainer` would give each training a state of
+its own, as of a counter, so an object with a changed state serves one trial alone: from the second trial on, `check` refuses
+the object by name. `task.py` and `search.py` make a `SharedObject` for each object, and `task.py` counts the models built for
+trials; `loss.py`, `evaluation.py` and `data.py` call `check` around their calls. Attributes that are data or random streams
+count, and plain variables of a function's closure. Objects of installed packages do not count, because these note things at
+their first call, and metrics of the library `evaluate` collect predictions in themselves. The module must not know shards or
+devices.
 
 Note: threads. Trials call `check` at once and without a lock; a change that one trial makes while another looks counts, too.
 """
@@ -27,7 +28,8 @@ from hydra_tune_transformers.own_loss import AttributeDigest
 _CALLED = ("compute_loss_func", "data_collator", "compute_metrics", "preprocess_logits_for_metrics")
 _PLAIN = (bool, int, float, complex, str, bytes)
 _STREAMS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_CONTENTS = (*_PLAIN, *_STREAMS, list, dict, set, tuple, torch.Tensor, np.ndarray, type(None))
+# Not None, which stands for an object that is made at its first use.
+_CONTENTS = (*_PLAIN, *_STREAMS, list, dict, set, tuple, torch.Tensor, np.ndarray)
 _MOST_LOOKED_AT = 4096
 """Items of a container whose contents are compared; of larger ones, the number of items."""
 _REMEDY = (

@@ -1,6 +1,7 @@
 """Code of a `LightningModule` that Lightning's loops run outside of the hooks: schedulers, loaders, loggers and workers."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -44,6 +45,24 @@ class ChainedSchedule(ScheduleByEpoch):
         return [optimizer], [torch.optim.lr_scheduler.SequentialLR(optimizer, schedules, [1])]
 
 
+class PartialSchedule(ScheduleByEpoch):
+    def factor(self, base, step):
+        return base**self.current_epoch
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, partial(self.factor, 0.5))]
+
+
+class ScheduleByMethod(ScheduleByEpoch):
+    def factor(self, step):
+        return 0.5**self.global_step
+
+    def configure_optimizers(self):
+        optimizer, factor = torch.optim.SGD(self.parameters(), 0.1), self.factor
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2 * factor(step))]
+
+
 class CollatesByEpoch(Autoencoder):
     def collate(self, rows):
         inputs, classes = zip(*rows, strict=True)
@@ -68,6 +87,8 @@ class CollatesInTraining(LightningDataModule):
         (ScheduleByEpoch, None, "current_epoch"),
         (ScheduleByStep, None, "global_step"),
         (ChainedSchedule, None, "current_epoch"),
+        (PartialSchedule, None, "current_epoch"),
+        (ScheduleByMethod, None, "global_step"),
         (CollatesByEpoch, None, "current_epoch"),
         (Plain, CollatesInTraining, "training"),
     ],

@@ -1,4 +1,4 @@
-"""Prints the trials of one run: a table, CSV, or one trial with all digits (`hydra-tune show` and `hydra-tune best`).
+"""Prints the trials of one run: a table, CSV, or one trial with all digits (`hydra-tune show`, `best` and `export`).
 
 `cli/commands/show.py` (`print_trials`, `write_csv`), `cli/commands/best.py` (`chosen_trial`, `trial_text`) and
 `cli/run/export.py` (all but `print_trials`) call the functions once the run is found. The module must not import torch,

@@ -108,7 +108,7 @@ class SweepView:
 
     Args:
         num_planned: trials planned for the study; None: no limit.
-        units_saved: shard units never run, because their trial was pruned or cancelled.
+        units_saved: shard units never run, because their trial was pruned; in `HydraExecutor.live` also cancelled.
         event_log_bytes: size of the file; None where not known.
         event_log_dropped: records left out of the file because of its limit, by kind.
         weights: files of the kept weights, by trial, the best first.

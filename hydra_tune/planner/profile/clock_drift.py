@@ -1,4 +1,4 @@
-"""Pace of the machine: the seconds that a fixed set of operators takes at the moment.
+"""Pace of the machine: the mean of the seconds that a fixed set of operators takes at the moment.
 
 A core that others use as well changes its speed from second to second, by the clock and in CPU time alike. Sub-arrays
 are profiled one after another, and plans compare the profiles. So `profiler.py` measures the pace before and after each
@@ -29,7 +29,7 @@ class CpuPaceMeter:
         self._now = now
 
     def seconds(self, beside: float = 0.0) -> float:
-        """Return the seconds that the operators take now, about half a millisecond.
+        """Return the pace now, in seconds; the operators take about half a millisecond.
 
         For an action that takes longer, the result is the mean of several looks.
 

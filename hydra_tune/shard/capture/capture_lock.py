@@ -10,12 +10,12 @@ trial's own code or a shard unit, passes the gate shared, and a capture passes t
 `fusion/` and `planner/`, and `packed` (`train/data/worker_parts.py`) for moving data to shared memory. The units of a batch
 (`train/loop/batch_units.py`, `train/loop/training_batch.py`), fused units (`fusion/group/multi_step_unit.py`), a trial's own
 code between units (`train/trial.py`) and `train_plain` (`train/loop/reference_loop.py`) take the gate shared. `HydraExecutor`
-(`executor.py`) and `Job` (`pool/job.py`) wait in `left`. `own_build` (`train/building.py`) keeps factories of models apart
-(`building`), and steps away from a factory that changes the default dtype (`alone_inside`). `MemberTrial`
-(`fusion/group/member.py`) builds and draws a first batch in `alone`, and undoes a build's changes in `exclusive`.
-`undisturbed` (`shard/verify/process_state.py`) keeps others out of a plan check where the step reaches state that other
-trials share. Bursts (`train/loop/burst.py`) and user-written loops (`train/own_loop/loop_trial.py`) end a turn early if
-`is_wanted`.
+(`executor.py`), `Job` (`pool/job.py`) and whoever waits inside the gate do so in `left`. `own_build` (`train/building.py`)
+keeps factories of models apart (`building`), and `own_default_dtype` (`train/default_dtype.py`) keeps steps away from a
+change of the default dtype (`alone_inside`). `MemberTrial` (`fusion/group/member.py`) builds and draws a first batch in
+`alone`, and undoes a build's changes in `exclusive`. `undisturbed` (`shard/verify/process_state.py`) keeps others out of a
+plan check where the step reaches state that other trials share. Bursts (`train/loop/burst.py`) and user-written loops
+(`train/own_loop/loop_trial.py`) end a turn early if `is_wanted`.
 
 Note: a thread inside the gate waits for nothing that a capture may hold, such as the lock of a `PlanLibrary`, except
 inside `left`; otherwise the capture and the thread would wait for each other for ever.
@@ -51,7 +51,7 @@ def _part_modes_of_threads() -> None:
 
 @dataclass(eq=False)
 class _BuildTurn:
-    """A thread's turn to build; `until` says when the turn ends at the latest, by `time.monotonic`."""
+    """A thread's turn to build; from `until` on, by `time.monotonic`, the next thread may take the turn away."""
 
     most_seconds: float
     until: float = math.inf
@@ -73,7 +73,7 @@ class CaptureGate:
         self._forgotten: set[int] = set()  # threads inside `shared` not expected to leave
         self._lone_thread: int | None = None  # the thread inside `shared` that keeps others out
         self._lone_until = 0.0
-        self._turns: deque[_BuildTurn] = deque()  # of `building`, in order of arrival; the first thread is inside
+        self._turns: deque[_BuildTurn] = deque()  # of `building`, in order of arrival; the first is under way
         self._here = threading.local()
 
     @property

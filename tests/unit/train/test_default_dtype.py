@@ -55,6 +55,26 @@ def test_no_step_sees_the_dtype_of_a_build(is_inside):
             assert build() == torch.bfloat16
 
 
+def test_a_thread_that_has_changed_the_dtype_waits_for_no_other_build():
+    """The wait would let steps in while the dtype is another."""
+
+    def build():
+        with own_build():
+            is_building.set()
+            assert is_over.wait(PATIENCE_SECONDS)
+
+    is_building, is_over = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as threads, own_default_dtype():
+        other = threads.submit(build)
+        assert is_building.wait(PATIENCE_SECONDS)
+        torch.set_default_dtype(torch.bfloat16)
+        with own_build():
+            assert not other.done()
+        torch.set_default_dtype(torch.float32)
+        is_over.set()
+        other.result(PATIENCE_SECONDS)
+
+
 def test_a_build_that_sets_the_present_dtype_keeps_nobody_waiting():
     def step():
         with GATE.shared():

@@ -1,5 +1,8 @@
 """A shared base under looks at models that are too large to build."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hydra_tune import SharedModule
 from hydra_tune.memory.shared.shared_file import shared_source
+from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.meta_models import BuildLimitError, BuildLimitTracker, LargeTensorFakeMode, is_unbuilt
+from hydra_tune.train.building import own_build
+
+PATIENCE_SECONDS = 60
 
 
 @pytest.fixture
@@ -53,3 +60,32 @@ def test_a_model_of_its_own_is_in_no_file(base):
     assert all(shared_source(tensor) is None for tensor in model.state_dict().values())
     assert torch.equal(model[0].weight, base.module()[0].weight)
     assert not model[0].weight.requires_grad
+
+
+def test_a_thread_that_waits_for_the_base_leaves_the_builder_alone():
+    """The build of the base sets the default dtype, as `from_pretrained` does, after its turn to build has run out."""
+
+    def build():
+        is_building.set()
+        assert is_waiting.wait(PATIENCE_SECONDS)
+        torch.set_default_dtype(torch.bfloat16)
+        layer = nn.Linear(2, 2)
+        torch.set_default_dtype(torch.float32)
+        return layer
+
+    def first():
+        with own_build(0.0):
+            return base.module().weight.dtype
+
+    def second():
+        with GATE.shared(), own_build():
+            is_waiting.set()
+            return base.module().weight.dtype
+
+    base, is_building, is_waiting = SharedModule(build), threading.Event(), threading.Event()
+    with ThreadPoolExecutor(2) as threads:
+        builder = threads.submit(first)
+        assert is_building.wait(PATIENCE_SECONDS)
+        other = threads.submit(second)
+        assert builder.result(PATIENCE_SECONDS) == torch.bfloat16
+        assert other.result(PATIENCE_SECONDS) == torch.bfloat16
