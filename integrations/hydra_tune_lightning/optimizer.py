@@ -150,16 +150,17 @@ def _holds(function: Any, module: LightningModule) -> bool:
     if isinstance(function, MethodType):
         return function.__self__ is module
     if isinstance(function, functools.partial):
-        return any(each is module or _holds(each, module) for each in (function.func, *function.args))
+        return any(
+            each is module or _holds(each, module)
+            for each in (function.func, *function.args, *function.keywords.values())
+        )
     # An object keeps its state in the scheduler's, so the object stays as it is.
     cells = (isinstance(function, FunctionType) and function.__closure__) or ()
-    with suppress(ValueError):  # of a variable without a value
-        return any(
-            cell.cell_contents is module
-            or (not isinstance(cell.cell_contents, FunctionType) and _holds(cell.cell_contents, module))
-            for cell in cells
-        )
-    return False
+    held: list[Any] = []
+    for cell in cells:
+        with suppress(ValueError):  # of a variable without a value
+            held.append(cell.cell_contents)
+    return any(each is module or (not isinstance(each, FunctionType) and _holds(each, module)) for each in held)
 
 
 def _watched(
