@@ -19,8 +19,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from hydra_tune.task import length_of
+from hydra_tune.train.rng.stream_state import StreamState
 from hydra_tune_lightning.errors import RefusedModuleError
-from hydra_tune_lightning.streams import StreamState
 
 
 class LimitedLoader(DataLoader[Any]):

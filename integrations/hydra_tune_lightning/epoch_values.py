@@ -28,7 +28,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from hydra_tune.errors import MetricError
-from hydra_tune_lightning.streams import StreamState
+from hydra_tune.train.rng.stream_state import StreamState
 
 ADDED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dim_zero_sum: torch.add,

@@ -28,6 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hydra_tune import TrainTask
 from hydra_tune.train.building import own_build
 from hydra_tune.train.own_copy import mark_seen, own_copy
+from hydra_tune.train.rng.rng_streams import RandomStreams
+from hydra_tune.train.rng.stream_state import StreamState
 from hydra_tune_lightning.callbacks import Callbacks, is_kept, remedy, reported
 from hydra_tune_lightning.data import loader_from, source_of
 from hydra_tune_lightning.epoch_values import EpochValues, metrics_of
@@ -44,7 +46,6 @@ from hydra_tune_lightning.step import (
     reads_number,
     takes_number,
 )
-from hydra_tune_lightning.streams import StreamState, seeded
 from hydra_tune_lightning.train_logs import TrainLogs
 from hydra_tune_lightning.trainer_stand_in import attach_for_good, stand_in, standing_in
 from hydra_tune_lightning.validation_end import HOOK, ValidationEnd, without_weights
@@ -105,9 +106,9 @@ def task_from_lightning(
         datamodule, train_dataloaders = train_dataloaders, None
     if datamodule is not None and (reasons := [*datamodule_refusals(datamodule)]):
         raise RefusedModuleError(reasons)
-    # Before `seeded`, which puts other streams in the place of those of the process.
+    # Before `RandomStreams`, which puts other streams in the place of those of the process.
     start = StreamState.now() if seed is None else None
-    with seeded(seed or 0):
+    with RandomStreams(seed or 0).everything():
         if start is not None:
             start.restore()
         module = _built(make_module)

@@ -15,14 +15,12 @@ shards or devices. Each trial has a model of its own (`own_copy`).
 """
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -30,8 +28,10 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, get_sch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hydra_tune import TrainTask
+from hydra_tune.shard.verify.process_state import preserved_streams
 from hydra_tune.train.building import own_build
 from hydra_tune.train.own_copy import mark_seen, own_copy
+from hydra_tune.train.rng.stream_state import StreamState
 from hydra_tune_transformers import installed
 from hydra_tune_transformers.around import module_of, own_losses, replace_model
 from hydra_tune_transformers.data import AheadLoader, SameOrder, parts_of
@@ -99,32 +99,20 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
 @contextmanager
 def own_random_state() -> Iterator[None]:
     """Put the process's random streams back after the block, because a `Trainer` seeds the streams; GPU streams stay out."""
-    with own_build():
-        state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global stream
-        # No GPU streams: by default torch initializes every GPU of the machine to read its stream.
-        with torch.random.fork_rng(devices=[]):
-            try:
-                yield
-            finally:
-                random.setstate(state)
-                np.random.set_state(numpy_state)  # noqa: NPY002 - as above
+    with own_build(), preserved_streams():
+        yield
 
 
 def _drawing_nothing(make_loader: Callable[[], Any]) -> Any:
-    """Return a loader, whose order no trial draws again."""
-    before = _position_of_streams()
+    """Return a loader; refuse a method that draws the order at once, because no trial draws the order again."""
+    before = StreamState.now()
     loader = make_loader()
-    if _position_of_streams() != before:
+    if not before.is_same(StreamState.now()):
         name = getattr(make_loader, "func", make_loader).__name__
         raise RefusedTrainerError(
             [f"its {name}() draws random numbers: draw in a sampler, or from a generator with a seed of its own"]
         )
     return loader
-
-
-def _position_of_streams() -> tuple[Any, ...]:
-    of_numpy = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - the global stream
-    return torch.get_rng_state().numpy().tobytes(), of_numpy["key"].tobytes(), of_numpy["pos"], random.getstate()
 
 
 @dataclass(frozen=True)

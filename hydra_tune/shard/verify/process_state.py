@@ -2,7 +2,8 @@
 
 `PlanLibrary` (`shard/partition/plan_cache.py`) enters `preserved_streams` to make a plan, and `intraop_threads` and
 `undisturbed`, which keeps other trials out, to check the plan. The pilots (`shard/cost/eager_pilot.py`,
-`shard/cost/update_pilot.py`), `shard/partition/trial_step.py` and `train/loop/microbatches.py` enter `preserved_streams`, too.
+`shard/cost/update_pilot.py`), `shard/partition/trial_step.py` and `train/loop/microbatches.py` enter `preserved_streams`, too,
+and so does the integration of the Trainer (`integrations/hydra_tune_transformers/task.py`) while a `Trainer` is made.
 
 Note: streams. A thread that works for a trial has streams of its own, and only these are restored. On any other thread the
 streams are those of the process, and draws of other threads would be undone as well.

@@ -1,19 +1,18 @@
 """The random streams of the calling thread: torch's, numpy's and Python's, as one value.
 
-`task.py` reads a module and its data from the streams of the task's seed (`seeded`), and notes and restores positions for
-each trial's module. `data.py` compares positions, to refuse a method that draws. The streams of GPUs stay out.
+The integrations of Lightning and of the Trainer compare positions, to refuse a method for a loader that draws
+(`integrations/hydra_tune_lightning/data.py`, `integrations/hydra_tune_transformers/task.py`). That of Lightning also restores
+positions for each trial's module (`integrations/hydra_tune_lightning/task.py`), and around a second update of a metric
+(`integrations/hydra_tune_lightning/epoch_values.py`). The streams of GPUs stay out.
 """
 
 import random
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from hydra_tune.train.rng.rng_streams import RandomStreams
 
 
 # Without `==`, which fails for tensors and arrays of several numbers; `is_same` compares.
@@ -43,8 +42,3 @@ class StreamState:
             and all(map(np.array_equal, self.of_numpy, other.of_numpy))
             and self.of_python == other.of_python
         )
-
-
-def seeded(seed: int) -> AbstractContextManager[None]:
-    """Return a context in which this thread draws from streams that begin at a seed, as after `seed_everything`."""
-    return RandomStreams(seed).everything()
